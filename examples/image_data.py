@@ -1,0 +1,77 @@
+"""What the examples train on: real handwritten digits, or the article's random images."""
+
+import lightning as L  # noqa: N812
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+class Digits(L.LightningDataModule):
+    """scikit-learn's 1797 handwritten digits as images (3, 8, 8) in 0..1; the last fifth is for validation.
+
+    Args:
+        batch_size: images per process and step.
+
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1).expand(-1, 3, -1, -1)
+        dataset = TensorDataset(images, torch.tensor(digits.target))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+        split = len(dataset) * 4 // 5
+        self.train_set = torch.utils.data.Subset(dataset, order[:split])
+        self.val_set = torch.utils.data.Subset(dataset, order[split:])
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(self.val_set, self.batch_size)  # type: ignore[arg-type]
+
+
+class _RandomImages(Dataset[tuple[Tensor, int]]):
+    def __init__(self, num_images: int) -> None:
+        self.num_images = num_images
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        label = int(torch.randint(0, 1000, (), generator=generator))
+        return torch.randn(3, 224, 224, generator=generator), label
+
+
+class Synthetic(L.LightningDataModule):
+    """Random images (3, 224, 224) with labels in 0..999, made by loader workers; the same by index in every run.
+
+    Args:
+        batch_size: images per process and step.
+        num_images: images of an epoch.
+        num_workers: loader processes for each rank.
+
+    """
+
+    def __init__(self, batch_size: int, num_images: int, num_workers: int) -> None:
+        super().__init__()
+        self.batch_size, self.num_images, self.num_workers = batch_size, num_images, num_workers
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        return self._loader(self.num_images, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        return self._loader(self.num_images // 16, shuffle=False)
+
+    def _loader(self, num_images: int, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:
+        return DataLoader(
+            _RandomImages(num_images),
+            self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )

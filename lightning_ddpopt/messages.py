@@ -1,0 +1,28 @@
+"""How the package speaks: once, on rank zero, through `logging`, and visibly where the user has set up no logging."""
+
+import logging
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+_package_log = logging.getLogger("lightning_ddpopt")
+
+
+@rank_zero_only
+def say(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on rank zero.
+
+    As Lightning does for its own logger, a handler is added where no logger up to the root has one; Hydra's, pytest's
+    or the user's own are used as they are.
+
+    """
+    if _package_log.level == logging.NOTSET:
+        _package_log.setLevel(logging.INFO)
+    if not _package_log.hasHandlers():
+        _package_log.addHandler(logging.StreamHandler())
+    log.log(level, "ddpopt: %s", message)
+
+
+def some(names: list[str], most: int = 5) -> str:
+    """The first few names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more parameters"
