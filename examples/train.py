@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 import lightning as L  # noqa: N812
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from step_clock import StepClock, spread
 
@@ -54,7 +55,7 @@ def main(config: DictConfig) -> None:
                          f" warmup_steps={config.warmup_steps} are left out. Raise max_steps.")  # fmt: skip
     fast, median, slow = spread(times_ms)
     figures: dict[str, Any] = {
-        "strategy": hydra.core.hydra_config.HydraConfig.get().runtime.choices.strategy,
+        "strategy": HydraConfig.get().runtime.choices.strategy,
         "world_size": trainer.world_size,
         "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
         "steps_timed": len(times_ms),

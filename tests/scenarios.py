@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +54,8 @@ class Mlp(L.LightningModule):
             return loss
         steps = (batch_idx + 1) % self.accumulate == 0
         no_sync = self.blocks_sync and not steps
-        with self.trainer.strategy.block_backward_sync() if no_sync else contextlib.nullcontext():
+        block = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        with block() if no_sync else contextlib.nullcontext():
             self.manual_backward(loss / self.accumulate)
         if steps:
             optimizer = self.optimizers()
@@ -73,10 +75,10 @@ class Mlp(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def data(batch_size: int = 8, batches: int = 64) -> DataLoader:
-    generator = torch.Generator().manual_seed(3)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    inputs = torch.randn(batch_size * batches * world, 16, generator=generator)
+def data(batch_size: int = 8, batches: int = 16) -> DataLoader:
+    """This rank's own batches, in the same order in every epoch."""
+    generator = torch.Generator().manual_seed(3 + (dist.get_rank() if dist.is_initialized() else 0))
+    inputs = torch.randn(batch_size * batches, 16, generator=generator)
     labels = torch.randint(0, 4, (len(inputs),), generator=generator)
     return DataLoader(TensorDataset(inputs, labels), batch_size=batch_size, num_workers=0)
 
@@ -84,8 +86,6 @@ def data(batch_size: int = 8, batches: int = 64) -> DataLoader:
 def trainer(strategy: Strategy | str, **arguments: Any) -> L.Trainer:
     """A quiet Trainer over all ranks of this session's group."""
     accelerator = "gpu" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-    import os
-
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // local
     defaults: dict[str, Any] = {
@@ -94,6 +94,7 @@ def trainer(strategy: Strategy | str, **arguments: Any) -> L.Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "max_epochs": -1,
+        "use_distributed_sampler": False,
     }
     return L.Trainer(
         accelerator=accelerator, devices=local, num_nodes=nodes, strategy=strategy, **(defaults | arguments)
@@ -114,7 +115,8 @@ class ReWrap(L.Callback):
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """Parameters and buffers as numpy arrays: what comes back from a rank and compares bit for bit."""
-    return {name: tensor.detach().cpu().clone().numpy() for name, tensor in module.state_dict().items()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    return {n: (t.float() if t.dtype == torch.bfloat16 else t.clone()).numpy() for n, t in tensors.items()}
 
 
 def train(
