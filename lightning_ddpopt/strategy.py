@@ -71,7 +71,7 @@ class DDPOptStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        wrapping.check_ddp_arguments(self._ddp_kwargs)
+        self._ddp_kwargs = wrapping.checked_ddp_arguments(self._ddp_kwargs)
         if not isinstance(tuning, bool):
             raise ValueError(f"tuning={tuning!r} must be True or False.")
         if (

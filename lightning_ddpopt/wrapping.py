@@ -26,15 +26,17 @@ _SET_ELSEWHERE = {
 }
 
 
-def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that DDP lacks or that something else sets.
+def checked_ddp_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments for DDP, without those that it lacks or that something else sets.
+
+    What something else sets may be given as None: LightningCLI spells out every default of DDP.
 
     Raises:
         ValueError: names the argument, what is allowed and the fix.
 
     """
     for name in arguments:
-        if name in _SET_ELSEWHERE:
+        if name in _SET_ELSEWHERE and arguments[name] is not None:
             raise ValueError(f"{name}={arguments[name]!r} cannot be passed on to DDP: {_SET_ELSEWHERE[name]}.")
         if name not in DDP_ARGUMENTS:
             allowed = ", ".join(sorted(DDP_ARGUMENTS - set(_SET_ELSEWHERE)))
@@ -42,6 +44,7 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{name!r} is neither an argument of DDPOptStrategy nor of Lightning's DDPStrategy, and"
                 f" torch.nn.parallel.DistributedDataParallel has none of that name. DDP's are: {allowed}."
             )
+    return {name: value for name, value in arguments.items() if name not in _SET_ELSEWHERE}
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_a_plan_or_its_file_is_taken_whole(tmp_path) -> None:
         ({"gradient_check_steps": -1}, "gradient_check_steps=-1"),
         ({"gradient_check_steps": True}, "gradient_check_steps=True"),
         ({"bucket_cap": 25}, "'bucket_cap' is neither an argument of DDPOptStrategy"),
-        ({"device_ids": [0]}, "device_ids=.* cannot be passed on"),
+        ({"device_ids": [0], "output_device": None}, "device_ids=.* cannot be passed on"),
         ({"bucket_cap_mb_list": [1]}, "give the list as bucket_cap_mb"),
         ({"plan": Plan(), "static_graph": True}, "plan and static_graph both"),
         ({"plan": Plan(), "bucket_cap_mb": None}, "plan and bucket_cap_mb both"),
@@ -125,7 +125,7 @@ def test_the_twin_namespace_is_told_what_is_wrong(strategy: str) -> None:
         warnings.simplefilter("ignore")
         import pytorch_lightning
     given = DDPOptStrategy() if strategy == "instance" else strategy
-    with pytest.raises(TypeError, match="works with `lightning.pytorch.Trainer`, not with `pytorch_lightning.Trainer`"):
+    with pytest.raises(TypeError, match=r"works with `lightning.pytorch.Trainer`, not with `pytorch_lightning.Trainer`"):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=given, logger=False)
 
 

@@ -85,7 +85,7 @@ def test_a_plan_reads_as_a_sentence() -> None:
     "cap", [0, -1, float("inf"), float("nan"), "25", "auto", b"25", True, [], [25, 0], ["25"], [[1]], 2**60, 1e-9, {}]
 )
 def test_capacities_that_ddp_would_misread_are_refused(cap: object) -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb=.*(Allowed|holds no capacity)"):
+    with pytest.raises(ValueError, match=r"bucket_cap_mb=.*(Allowed|holds no capacity)"):
         Plan(bucket_cap_mb=cap)
 
 

@@ -21,7 +21,7 @@ def test_a_layout_reads_as_a_sentence() -> None:
 
 def test_nothing_to_train_is_refused() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ValueError, match="Linear has no parameter that requires a gradient.*unfreeze"):
+    with pytest.raises(ValueError, match=r"Linear has no parameter that requires a gradient.*unfreeze"):
         check_module(module, Plan(), {})
     module.requires_grad_(True)
     check_module(module, Plan(), {})
