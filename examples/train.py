@@ -55,7 +55,7 @@ def main(config: DictConfig) -> None:
                          f" warmup_steps={config.warmup_steps} are left out. Raise max_steps.")  # fmt: skip
     fast, median, slow = spread(times_ms)
     figures: dict[str, Any] = {
-        "strategy": HydraConfig.get().runtime.choices.strategy,
+        "strategy": HydraConfig.get().runtime.choices["strategy"],
         "world_size": trainer.world_size,
         "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
         "steps_timed": len(times_ms),

@@ -37,7 +37,12 @@ def test_every_config_composes_and_instantiates(group: str, name: str) -> None:
     extra: dict[str, Any] = {"strategy": "auto"} if group == "trainer" else {}
     with torch.device("meta" if group == "model" else "cpu"):
         made = hydra.utils.instantiate(config[group], **extra)
-    expected = {"model": L.LightningModule, "data": L.LightningDataModule, "strategy": DDPStrategy, "trainer": L.Trainer}
+    expected = {
+        "model": L.LightningModule,
+        "data": L.LightningDataModule,
+        "strategy": DDPStrategy,
+        "trainer": L.Trainer,
+    }
     assert isinstance(made, expected[group])
 
 

@@ -14,4 +14,6 @@ class Data(L.LightningDataModule):
 
 
 if __name__ == "__main__":
-    LightningCLI(Mlp, Data, trainer_defaults={"callbacks": [Writes(os.environ["RESULT_FOLDER"])]}, save_config_callback=None)
+    LightningCLI(
+        Mlp, Data, trainer_defaults={"callbacks": [Writes(os.environ["RESULT_FOLDER"])]}, save_config_callback=None
+    )

@@ -125,7 +125,9 @@ def test_the_twin_namespace_is_told_what_is_wrong(strategy: str) -> None:
         warnings.simplefilter("ignore")
         import pytorch_lightning
     given = DDPOptStrategy() if strategy == "instance" else strategy
-    with pytest.raises(TypeError, match=r"works with `lightning.pytorch.Trainer`, not with `pytorch_lightning.Trainer`"):
+    with pytest.raises(
+        TypeError, match=r"works with `lightning.pytorch.Trainer`, not with `pytorch_lightning.Trainer`"
+    ):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=given, logger=False)
 
 
