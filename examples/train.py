@@ -16,8 +16,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from step_clock import StepClock, spread
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy
+from lightning_ddpopt import DDPOptStrategy, Layout
+from lightning_ddpopt.wrapping import all_reduce_bytes_sent, layout_of
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +39,24 @@ def checksum(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+class ReadsLayout(L.Callback):
+    """The buckets that DDP formed, stock or ours; None where nothing was wrapped."""
+
+    layout: Layout | None = None
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self.layout = layout_of(trainer.strategy.model)
+
+
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
     L.seed_everything(config.seed, verbose=False)
     model = hydra.utils.instantiate(config.model)
     data = hydra.utils.instantiate(config.data)
     strategy = hydra.utils.instantiate(config.strategy)
-    clock = StepClock(config.warmup_steps)
-    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=[clock])
+    clock, buckets = StepClock(config.warmup_steps), ReadsLayout()
+    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=[clock, buckets])
 
     trainer.fit(model, data)
     loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(trainer.strategy.root_device))
@@ -67,10 +79,11 @@ def main(config: DictConfig) -> None:
         "parameters": checksum(model),
         "accuracy": trainer.validate(model, data, verbose=False)[0]["val_accuracy"],
     }
-    if isinstance(strategy, DDPOptStrategy):
-        layout = strategy.layout
-        figures["buckets"] = len(layout.bucket_bytes) if layout else 0
-        figures["bytes_sent_per_step"] = strategy.bytes_sent_per_step
+    if buckets.layout is not None:
+        exact = all_reduce_bytes_sent(buckets.layout.total_bytes, trainer.world_size)
+        figures["buckets"] = len(buckets.layout.bucket_bytes)
+        is_ours = isinstance(strategy, DDPOptStrategy)
+        figures["bytes_sent_per_step"] = strategy.bytes_sent_per_step if is_ours else exact
     if trainer.is_global_zero:
         log.info("%s", figures)
         if config.result is not None:

@@ -132,13 +132,13 @@ class DDPOptStrategy(DDPStrategy):
         """Bytes this rank sends for one synchronised backward; None before it is known, at world size 1, and with
         a callable hook.
 
-        An all-reduce of P bytes over n ranks sends 2 (n - 1) / n P from each (ring and bandwidth-optimal trees alike).
+        See :func:`~lightning_ddpopt.wrapping.all_reduce_bytes_sent`.
 
         """
         payload = self._payload_bytes
         if payload is None and self.plan.hook.name == "none" and self._layout is not None:
             payload = self._layout.total_bytes
-        return None if payload is None else 2 * (self.world_size - 1) / self.world_size * payload
+        return None if payload is None else wrapping.all_reduce_bytes_sent(payload, self.world_size)
 
     def change_plan(self, plan: Plan) -> None:
         """Exchange gradients by ``plan`` from the next optimizer step on: re-wrap before the forward that leads to it.

@@ -73,6 +73,15 @@ class Layout:
         return f"{len(self.bucket_bytes)} {noun} of {', '.join(sizes)} MiB"
 
 
+def all_reduce_bytes_sent(payload_bytes: float, world_size: int) -> float:
+    """Bytes that each rank sends for an all-reduce of ``payload_bytes``: 2 (n - 1) / n times the payload.
+
+    That of a ring and of every bandwidth-optimal all-reduce (Patarasuk and Yuan, JPDC 2009).
+
+    """
+    return 2 * (world_size - 1) / world_size * payload_bytes
+
+
 def check_module(module: nn.Module, plan: Plan, ddp_arguments: Mapping[str, Any]) -> None:
     """Refuse what only the module shows to be impossible, before any process group work.
 

@@ -133,7 +133,7 @@ class PowerSGDHook(CommHook):
             residual = self._residuals.get(name)
             if residual is not None:
                 scale = 1.0 if self.loss_scale is None else self.loss_scale
-                matrix[index].add_(residual.to(matrix.device) * scale)
+                matrix[index].add_(residual * scale)
 
     def _previous_rights(self, names: list[str], matrices: Tensor) -> Tensor:
         cols, rank = matrices.shape[2], min(self.rank, *matrices.shape[1:])
@@ -142,7 +142,7 @@ class PowerSGDHook(CommHook):
             right = self._right_factors.get(name)
             if right is None or right.shape != (cols, rank):
                 right = self._random_right(name, cols, rank, matrices.device)
-            rights.append(right.to(matrices.device))
+            rights.append(right)
         return torch.stack(rights)
 
     def _random_right(self, name: str, cols: int, rank: int, device: torch.device) -> Tensor:
@@ -164,7 +164,7 @@ class PowerSGDHook(CommHook):
                 self._right_factors[name] = torch.where(finite[index], rights[index], previous_rights[index])
             if self.use_error_feedback:
                 before = self._residuals.get(name, torch.zeros((), device=residuals.device))
-                self._residuals[name] = torch.where(finite[index], residuals[index], before.to(residuals.device))
+                self._residuals[name] = torch.where(finite[index], residuals[index], before)
 
     def _average(self, factors: list[Tensor]) -> None:
         flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(self.context.world_size)
@@ -194,6 +194,11 @@ class PowerSGDHook(CommHook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        devices = {name: parameter.device for parameter, name in self.context.parameter_names.items()}
+
+        def on_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.to(devices[name]) for name, tensor in tensors.items() if name in devices}
+
         self._steps = dict(state["steps"])
-        self._right_factors = dict(state["right_factors"])
-        self._residuals = dict(state["residuals"])
+        self._right_factors = on_device(state["right_factors"])
+        self._residuals = on_device(state["residuals"])

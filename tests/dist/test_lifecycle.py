@@ -293,9 +293,10 @@ def unfreeze(arguments: dict[str, Any], **mode: Any) -> dict[str, Any]:
 
 def unfreeze_in_plain_torch(accumulate: int, steps: int) -> dict[str, Any]:
     """The same training with gradients averaged by hand: what DDP should come to, bit for bit with two ranks."""
-    module = Unfreezing()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    module = Unfreezing().to(device)
     optimizer = module.configure_optimizers()
-    loader, batch = list(data()), 0
+    loader, batch = [[tensor.to(device) for tensor in tensors] for tensors in data()], 0
     while steps:
         for position, (inputs, labels) in enumerate(loader):
             if batch == 7:

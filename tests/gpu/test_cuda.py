@@ -1,5 +1,6 @@
 """What only CUDA has: GradScaler, streams, device memory."""
 
+import time
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from scenarios import Mlp, train
-from test_lifecycle import assert_ranks_equal, unfreeze_in_plain_torch  # noqa: F401
+from test_lifecycle import assert_ranks_equal
 
 from lightning_ddpopt import HookSpec, Plan
 from lightning_ddpopt.hooks.cast import CastHook
@@ -81,7 +82,11 @@ def memory_over_re_wraps(hook: str) -> list[int]:
 
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            used.append(torch.cuda.memory_allocated())
+            if trainer.global_step in (14, 68):
+                # NCCL's watchdog keeps the tensors of a collective until it next looks, a fraction of a second later.
+                torch.cuda.synchronize()
+                time.sleep(1)
+                used.append(torch.cuda.memory_allocated())
 
     spec = HookSpec(hook)
     plans = {3 * n: Plan(hook=spec, bucket_cap_mb=[0.5, 2][n % 2]) for n in range(1, 21)}
@@ -102,5 +107,5 @@ class WideMlp(Mlp):
 
 @pytest.mark.parametrize("hook", ["none", "bf16", "powersgd"])
 def test_device_memory_is_flat_over_re_wraps(two_ranks: Ranks, hook: str) -> None:
-    for used in two_ranks(memory_over_re_wraps, hook):
-        assert max(used[60:]) <= max(used[10:20]) + 2**16
+    for after_4, after_20 in two_ranks(memory_over_re_wraps, hook):
+        assert after_20 <= after_4 + 2**16  # one wrapper that lived on would hold 4 MiB
