@@ -179,7 +179,10 @@ def main() -> None:
     makers = strategies(device)
     chosen = [name for name in makers if not arguments.variants or name in {"ddp", *arguments.variants}]
 
-    lines: list[dict[str, Any]] = [{"environment": environment(arguments)}]
+    lines: list[dict[str, Any]] = []
+    if dist.get_rank() == 0:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"environment": environment(arguments)}) + "\n", encoding="utf-8")
     for repeat in range(arguments.repeats):
         for variant in chosen:
             started = time.perf_counter()
@@ -191,10 +194,11 @@ def main() -> None:
             lines.append(
                 {"variant": variant, "repeat": repeat, "seconds": seconds, **result, "steps_ms_by_rank": steps}
             )
+            if dist.get_rank() == 0:
+                with arguments.out.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(lines[-1]) + "\n")
     if dist.get_rank() == 0:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        print(summary(lines[1:]))
+        print(summary(lines))
     dist.destroy_process_group()
 
 

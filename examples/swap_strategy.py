@@ -35,4 +35,5 @@ if __name__ == "__main__":
     trainer = L.Trainer(accelerator=accelerator, devices=devices, strategy=strategy, max_steps=50, logger=False)
     trainer.fit(model, DataLoader(dataset, batch_size=32))
     if trainer.is_global_zero:
-        print(f"{strategy}: sum of parameters {sum(float(p.double().sum()) for p in model.parameters()):.12f}")
+        total = sum(p.detach().double().sum().item() for p in model.parameters())
+        print(f"{strategy}: sum of parameters {total:.12f}")
