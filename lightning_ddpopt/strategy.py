@@ -1,6 +1,7 @@
 """The Lightning strategy: Lightning's life cycle around a plan. What DDP does stands in ``wrapping``."""
 
 import atexit
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +109,7 @@ class DDPOptStrategy(DDPStrategy):
         self._layout: Layout | None = None
         self._payload_bytes: int | None = None
         self._told: set[str] = set()
-        self._told_plan: Plan | None = None
+        self._agreed_plan: Plan | None = None
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -172,10 +173,10 @@ class DDPOptStrategy(DDPStrategy):
         if self._disabled:
             say(log, "DDPOPT_DISABLE is set: stock DistributedDataParallel with torch's default settings")
             return super().configure_ddp()
-        wrapping.check_module(self.model, self.plan, self._ddp_kwargs)
         if self.world_size == 1:
             say(log, f"world size 1: the module is not wrapped, nothing is exchanged (not applied: {self.plan})")
             return None
+        wrapping.check_module(self.model, self.plan, self._ddp_kwargs)
         if self._is_auto:
             self._say_once("bucket_cap_mb='auto' is torch's default: this version has no tuner yet")
         if self.plan.static_graph and self._ddp_kwargs.get("find_unused_parameters"):
@@ -303,7 +304,7 @@ class DDPOptStrategy(DDPStrategy):
         self._wrapped_in_forward = False
         self._layout = None
         self._payload_bytes = None
-        self._told_plan = None
+        self._agreed_plan = None
 
     def _build_hook(self) -> CommHook | None:
         if self.plan.hook.name in ("none", CUSTOM_HOOK):
@@ -320,6 +321,9 @@ class DDPOptStrategy(DDPStrategy):
 
     def _wrap(self, plan: Plan) -> None:
         """Wrap the module, or re-wrap it, with the hook registered. Collective."""
+        is_new = self._agreed_plan != self.plan
+        if is_new:
+            self._agree_on(self.plan)
         if self._wrapped_plan is not None and plan.hook != self._wrapped_plan.hook:
             self._hook = self._build_hook()
             self._payload_bytes = None
@@ -342,9 +346,18 @@ class DDPOptStrategy(DDPStrategy):
         # Lightning never resets it: without this, ranks drift silently from the second wrap on (static graph, manual
         # optimisation; lightning 2.6.6).
         self._pl_static_graph_delay_done = False
-        if self._told_plan != self.plan:
-            self._told_plan = self.plan
+        if is_new:
             say(log, f"plan: {self.plan}")
+
+    def _agree_on(self, plan: Plan) -> None:
+        """Make sure that all ranks are about to wrap by the same plan: else they would reduce unlike buckets."""
+        digest = hashlib.sha256(plan.to_json().encode()).digest()
+        if not wrapping.ranks_agree(digest, self._ddp_kwargs.get("process_group"), self.root_device):
+            raise RuntimeError(
+                f"The ranks have different plans; rank {self.global_rank} has: {plan}. Give every rank the same"
+                " arguments, plan file and environment, and call change_plan on all ranks with the same plan."
+            )
+        self._agreed_plan = plan
 
     def _plan_if(self, syncs: bool | None, *, relearn: bool = False) -> Plan:
         """The plan to be wrapped in if the next backward does (not) synchronise; None: not known.

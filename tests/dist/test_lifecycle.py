@@ -394,6 +394,23 @@ def test_a_schedule_of_accumulation_equals_stock(two_ranks: Ranks) -> None:
             np.testing.assert_array_equal(our["state"][name], array, err_msg=name)
 
 
+def train_with_unlike_plans(at: int | None) -> str:
+    plan = Plan(bucket_cap_mb=[0.001, 0.01][dist.get_rank()])
+    try:
+        train({}, plans={at: plan}) if at is not None else train({"plan": plan})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("at", [None, 5])
+def test_ranks_with_different_plans_are_told(two_ranks: Ranks, at: int | None) -> None:
+    for cap, message in zip(("0.001", "0.01"), two_ranks(train_with_unlike_plans, at), strict=True):
+        assert "The ranks have different plans" in message
+        assert f"bucket capacity {cap} MiB" in message
+    assert_ranks_equal(two_ranks(train, {}))
+
+
 # ---------------------------------------------------------------------------------------------- manual optimisation
 
 
