@@ -16,6 +16,7 @@ def resolve_plan(
     comm_hook: str | Callable[..., Any],
     comm_hook_options: Mapping[str, Any] | None,
     ddp_comm_hook: Callable[..., Any] | None,
+    ddp_comm_state: object | None,
     ddp_comm_wrapper: Callable[..., Any] | None,
 ) -> Plan:
     """The plan that the arguments of ``DDPOptStrategy`` describe.
@@ -25,6 +26,12 @@ def resolve_plan(
 
     """
     _refuse_two_hooks(comm_hook, comm_hook_options, ddp_comm_hook)
+    if ddp_comm_state is not None and ddp_comm_hook is None:
+        raise ValueError("ddp_comm_state belongs to ddp_comm_hook, which is not given; comm_hook takes its options.")
+    if ddp_comm_wrapper is not None and not callable(ddp_comm_wrapper):
+        raise ValueError(f"ddp_comm_wrapper={ddp_comm_wrapper!r} is not callable: give a function that wraps a hook.")
+    if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a capacity. The only word allowed is 'auto'.")
     if plan is None:
         capacity = None if isinstance(bucket_cap_mb, str) and bucket_cap_mb == "auto" else bucket_cap_mb
         custom = ddp_comm_hook if ddp_comm_hook is not None else comm_hook

@@ -11,14 +11,13 @@ _package_log = logging.getLogger("lightning_ddpopt")
 def say(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Log ``message`` on rank zero.
 
-    As Lightning does for its own logger, a handler is added where no logger up to the root has one; Hydra's, pytest's
-    or the user's own are used as they are.
+    As Lightning does for its own logger, a handler is added where no logger up to the root has one. Where the user,
+    Hydra or pytest has set up logging, theirs holds, level and all.
 
     """
-    if _package_log.level == logging.NOTSET:
-        _package_log.setLevel(logging.INFO)
     if not _package_log.hasHandlers():
         _package_log.addHandler(logging.StreamHandler())
+        _package_log.setLevel(logging.INFO)
     log.log(level, "ddpopt: %s", message)
 
 

@@ -4,7 +4,6 @@ The only home of defaults and of their validation. Imports no torch, so that com
 """
 
 import json
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -58,6 +57,8 @@ class HookSpec:
     options: Mapping[str, HookOption] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"comm_hook_options must be a mapping of option names to values, got {self.options!r}.")
         if self.name == CUSTOM_HOOK:
             options = dict(self.options)
         elif isinstance(self.name, str) and self.name in HOOK_DEFAULTS:
@@ -77,8 +78,6 @@ class HookSpec:
 
 
 def _checked_options(name: str, given: Mapping[str, HookOption]) -> dict[str, HookOption]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"comm_hook_options must be a mapping of option names to values, got {given!r}.")
     defaults = HOOK_DEFAULTS[name]
     unknown = [key for key in given if key not in defaults]
     if unknown:
@@ -96,9 +95,9 @@ def _checked_option(name: str, key: str, value: Any, default: HookOption) -> Hoo
     is_whole = isinstance(default, int)
     is_number = isinstance(value, numbers.Integral if is_whole else numbers.Real) and not isinstance(value, bool)
     minimum = _MINIMUM[key]
-    if not is_number or not math.isfinite(value) or value < minimum:
+    if not is_number or not minimum <= value < 2**63:  # also refuses nan
         noun = "a whole number" if is_whole else "a finite number"
-        raise ValueError(f"{where} must be {noun} of at least {minimum:g}.")
+        raise ValueError(f"{where} must be {noun} of at least {minimum:g} and below 2**63.")
     return int(value) if is_whole else float(value)
 
 
@@ -141,9 +140,9 @@ class Plan:
         if self.bucket_cap_mb is None:
             capacity = "torch's default bucket capacity"
         elif isinstance(self.bucket_cap_mb, tuple):
-            capacity = "bucket capacities " + ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb) + " MiB"
+            capacity = "bucket capacities " + ", ".join(map(_shown, self.bucket_cap_mb)) + " MiB"
         else:
-            capacity = f"bucket capacity {self.bucket_cap_mb:g} MiB"
+            capacity = f"bucket capacity {_shown(self.bucket_cap_mb)} MiB"
         graph = "static graph" if self.static_graph else "dynamic graph"
         view = "bucket view" if self.gradient_as_bucket_view else "no bucket view"
         return f"{graph}, {view}, {capacity}, hook {self.hook}"
@@ -167,7 +166,7 @@ class Plan:
             ValueError: not a plan, an unknown key, or another schema.
 
         """
-        if not isinstance(data, Mapping) or data.get("schema") != PLAN_SCHEMA:
+        if not isinstance(data, Mapping) or data.get("schema") != PLAN_SCHEMA or data["schema"] is True:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"not a plan: schema must be {PLAN_SCHEMA}, got {found!r}. Write plans with Plan.save().")
         values = {key: value for key, value in data.items() if key != "schema"}
@@ -227,9 +226,14 @@ def _checked_bucket_cap_mb(value: Any) -> float | tuple[float, ...] | None:
 def _checked_capacity(value: Any) -> float:
     smallest, largest = 2.0**-20, 2.0**42  # one byte; DDP keeps the capacity in bytes as a signed 64-bit integer
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not smallest <= float(value) <= largest:  # also false for nan
+    if not is_number or not smallest <= value <= largest:  # also false for nan
         raise ValueError(
             f"bucket_cap_mb={value!r} is not a capacity. Allowed: a number of MiB from 2**-20 (one byte) to 2**42, one"
             " number per bucket, or None for torch's default; for one single bucket give more MiB than the model has."
         )
     return float(value)
+
+
+def _shown(capacity: float) -> str:
+    """Short, and different for different capacities."""
+    return str(int(capacity)) if capacity.is_integer() else repr(capacity)

@@ -32,6 +32,7 @@ from lightning_ddpopt.wrapping import Layout, TrainableSet
 log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "ddpopt"
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 class DDPOptStrategy(DDPStrategy):
@@ -51,7 +52,8 @@ class DDPOptStrategy(DDPStrategy):
             gradients and raise where they differ; 0 turns it off. It waits for the device in those steps.
         **kwargs: all arguments of ``DDPStrategy``, and through it those of DistributedDataParallel.
 
-    With ``DDPOPT_DISABLE=1`` in the environment it is stock DDP with torch's default settings, whatever is given here.
+    With ``DDPOPT_DISABLE=1`` in the environment it is stock DDP: the arguments above are checked and then ignored,
+    those of ``DDPStrategy`` and DDP apply as they would there.
 
     Raises:
         ValueError: a value that cannot work, with what is allowed and the fix. What only the model shows is raised by
@@ -73,6 +75,13 @@ class DDPOptStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self._ddp_kwargs = wrapping.checked_ddp_arguments(self._ddp_kwargs)
+        if self._start_method not in START_METHODS:
+            raise ValueError(f"start_method={self._start_method!r} is not one of {', '.join(START_METHODS)}.")
+        period = self._model_averaging_period
+        if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+            raise ValueError(f"model_averaging_period={period!r} must be a whole number of at least 1.")
+        if isinstance(self._ddp_comm_state, PostLocalSGDState) and period is None:
+            raise ValueError("ddp_comm_state is a PostLocalSGDState, which needs model_averaging_period, in steps.")
         if not isinstance(tuning, bool):
             raise ValueError(f"tuning={tuning!r} must be True or False.")
         if (
@@ -89,6 +98,7 @@ class DDPOptStrategy(DDPStrategy):
             comm_hook=comm_hook,
             comm_hook_options=comm_hook_options,
             ddp_comm_hook=self._ddp_comm_hook,
+            ddp_comm_state=self._ddp_comm_state,
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
         self._is_auto = plan is None and isinstance(bucket_cap_mb, str) and tuning
@@ -104,7 +114,7 @@ class DDPOptStrategy(DDPStrategy):
         self._wrapped_plan: Plan | None = None
         self._trainable: TrainableSet | None = None
         self._backwards_since_wrap = 0
-        self._forward_was_used = False
+        self._has_unsynced_gradients = False
         self._wrapped_in_forward = False
         self._layout: Layout | None = None
         self._payload_bytes: int | None = None
@@ -125,7 +135,11 @@ class DDPOptStrategy(DDPStrategy):
 
     @property
     def layout(self) -> Layout | None:
-        """The buckets that DDP formed; None before it is known and at world size 1. Kept after ``fit``."""
+        """The buckets that DDP formed; None before it is known and at world size 1.
+
+        Kept after ``fit`` in the processes that trained: with ``start_method`` spawn or fork not in the calling one.
+
+        """
         return self._layout
 
     @property
@@ -139,7 +153,7 @@ class DDPOptStrategy(DDPStrategy):
         payload = self._payload_bytes
         if payload is None and self.plan.hook.name == "none" and self._layout is not None:
             payload = self._layout.total_bytes
-        return None if payload is None else wrapping.all_reduce_bytes_sent(payload, self.world_size)
+        return None if payload is None else wrapping.all_reduce_bytes_sent(payload, self._reduction_size)
 
     def change_plan(self, plan: Plan) -> None:
         """Exchange gradients by ``plan`` from the next optimizer step on: re-wrap before the forward that leads to it.
@@ -148,11 +162,20 @@ class DDPOptStrategy(DDPStrategy):
         same two steps, with an equal plan.
 
         Raises:
-            ValueError: the plan needs a callable hook that this strategy was not given.
+            ValueError: not a plan, or one that this strategy or its module cannot carry out.
 
         """
+        if not isinstance(plan, Plan):
+            raise ValueError(f"change_plan takes a Plan, not {plan!r}; Plan.load reads one from a file.")
+        if self._disabled:
+            say(log, "DDPOPT_DISABLE is set: change_plan has no effect")
+            return
         if plan.hook.name == CUSTOM_HOOK and plan.hook != self.plan.hook:
             raise ValueError(f"the strategy was not given the callable {plan.hook.options.get('callable')!r}.")
+        if plan.hook.name == "none" and self._ddp_comm_wrapper is not None:
+            raise ValueError("ddp_comm_wrapper wraps a hook, and the new plan has none: name a hook in it.")
+        if self._wrapped_plan is not None and self.lightning_module is not None:
+            wrapping.check_module(self.lightning_module, plan, self._ddp_kwargs)
         self.plan = plan
 
     # ---------------------------------------------------------------------------------------- Lightning's life cycle
@@ -215,7 +238,6 @@ class DDPOptStrategy(DDPStrategy):
         if self._wrapped_in_forward:
             wrapping.end_manual_forward(self.model)
             self._wrapped_in_forward = False
-        self._forward_was_used = False
         self._note_layout()
         assert self._trainable is not None
         changed = self._trainable.changed()
@@ -224,8 +246,11 @@ class DDPOptStrategy(DDPStrategy):
             return
         syncs = self._next_backward_syncs()
         target = self._plan_if(syncs)
-        # A new plan waits for the micro-batch that synchronises, unless the wrapper could not take the one before it.
+        # A new plan waits for the micro-batch that synchronises, unless the wrapper could not take the one before it; a
+        # wrapper that looks for unused parameters must see the whole window.
         waits = syncs is False and not self._has_unlearned_static_graph
+        if self._looks_for_unused and not target.static_graph:
+            waits = self._has_unsynced_gradients
         if target != self._wrapped_plan and not waits:
             self._wrap(target)
 
@@ -235,6 +260,7 @@ class DDPOptStrategy(DDPStrategy):
             if self._hook is not None:
                 self._hook.loss_scale = self._loss_scale()
             assert self.lightning_module is not None
+            self._refuse_late_changes()
             if not self.lightning_module.automatic_optimization:
                 self._prepare_static_graph()
         super().pre_backward(closure_loss)
@@ -244,7 +270,8 @@ class DDPOptStrategy(DDPStrategy):
         model = self.model
         if not isinstance(model, DistributedDataParallel) or self._wrapped_plan is None:
             return super().post_backward(closure_loss)
-        if not model.require_backward_grad_sync:
+        self._has_unsynced_gradients = not model.require_backward_grad_sync
+        if self._has_unsynced_gradients:
             return None
         super().post_backward(closure_loss)  # in manual optimisation, reduces a static graph's first iteration
         self._backwards_since_wrap += 1
@@ -264,7 +291,7 @@ class DDPOptStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         holds_training_state = "optimizer_states" in checkpoint
-        if self._wrapped_plan is not None and holds_training_state:
+        if holds_training_state and self._agreed_plan is not None:
             checkpoint[CHECKPOINT_KEY] = {"plan": self.plan.to_dict(), "hook_state": self._hook_state_to_save()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -275,7 +302,10 @@ class DDPOptStrategy(DDPStrategy):
         if ours and self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             saved, current = ours["plan"]["hook"], self.plan.to_dict()["hook"]
             if ours["hook_state"] and saved == current:
-                self._hook_state_to_load = ours["hook_state"]
+                if self._wrapped_plan is not None and self._hook is not None:
+                    self._hook.load_state_dict(ours["hook_state"])  # in the middle of a fit, as LearningRateFinder does
+                else:
+                    self._hook_state_to_load = ours["hook_state"]
             elif ours["hook_state"]:
                 say(log, f"the checkpoint's state of hook {saved} is not used: this run's hook is {current}")
         return checkpoint
@@ -300,6 +330,7 @@ class DDPOptStrategy(DDPStrategy):
 
     def _forget_previous_fit(self) -> None:
         self._hook = None
+        self._has_unsynced_gradients = False
         self._wrapped_plan = None
         self._wrapped_in_forward = False
         self._layout = None
@@ -372,6 +403,15 @@ class DDPOptStrategy(DDPStrategy):
         return self.plan
 
     @property
+    def _looks_for_unused(self) -> bool:
+        return bool(self._ddp_kwargs.get("find_unused_parameters")) and not self.plan.static_graph
+
+    @property
+    def _reduction_size(self) -> int:
+        group = self._ddp_kwargs.get("process_group")
+        return self.world_size if group is None else int(group.size())
+
+    @property
     def _has_unlearned_static_graph(self) -> bool:
         return self._wrapped_plan is not None and self._wrapped_plan.static_graph and self._backwards_since_wrap == 0
 
@@ -383,35 +423,49 @@ class DDPOptStrategy(DDPStrategy):
         return not self.lightning_module.trainer.fit_loop._should_accumulate()
 
     def _prepare_static_graph(self) -> None:
-        """In manual optimisation: make the static wrap at the first backward that synchronises, and count iterations.
+        """In manual optimisation: make the static wrap at the first backward that synchronises.
 
         This runs inside the forward of the wrapper in use, which ends its forward as before; the new one serves from
-        this backward on. DDP counts an iteration in each forward, and takes every backward of the first one as one to
-        learn from without reducing: a ``training_step`` with several synchronised backwards has only one forward.
+        this backward on.
 
         """
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         if not self.plan.static_graph or not model.require_backward_grad_sync:
             return
-        if not model.static_graph:
-            if self._trainable is not None and self._trainable.changed():
-                self._say_once(
-                    "static_graph=True has no effect while training_step switches requires_grad (toggle_optimizer):"
-                    " that graph is not static",
-                )
-                return
-            self._wrap(self.plan)
-            self._wrapped_in_forward = True
-            self._forward_was_used = True  # the new wrapper has seen none
-        if self._forward_was_used:
-            assert isinstance(self.model, DistributedDataParallel)
-            wrapping.count_iteration(self.model)
-        self._forward_was_used = True
+        if model.static_graph:
+            return
+        assert self._trainable is not None
+        if self._trainable.changed():
+            self._say_once(
+                "static_graph=True has no effect while training_step switches requires_grad (toggle_optimizer):"
+                " that graph is not static",
+            )
+            return
+        self._wrap(self.plan)
+        self._wrapped_in_forward = True
+
+    def _refuse_late_changes(self) -> None:
+        """Between forward and backward it is too late to re-wrap: DDP would not reduce a gradient that is new.
+
+        Freezing there is allowed (``toggle_optimizer``), and DDP's own matter.
+
+        """
+        assert self._trainable is not None
+        late = self._trainable.newly_trainable()
+        if late:
+            raise RuntimeError(
+                f"requires_grad of {some(late)} changed inside training_step, where its gradient would not be averaged"
+                " over the ranks: change it before, in on_train_batch_start or earlier."
+            )
 
     def _rewrap_for_trainable(self, changed: list[str]) -> None:
         """DDP reduces only what was trainable when it wrapped: without this, ranks drift silently."""
         assert self.lightning_module is not None
+        assert self._trainable is not None
+        # On each rank that sees it: where one does not, the others wait here until the group's timeout.
+        log.info("ddpopt: rank %d: requires_grad changed of %s", self.global_rank, some(changed))
+        left_over = self._trainable.newly_frozen()
         self._trainable = TrainableSet(self.lightning_module)
         group = self._ddp_kwargs.get("process_group")
         if not wrapping.ranks_agree(self._trainable.digest(), group, self.root_device):
@@ -420,6 +474,12 @@ class DDPOptStrategy(DDPStrategy):
                 " changed requires_grad. Freeze and unfreeze on all ranks at the same step."
             )
         wrapping.check_module(self.lightning_module, self.plan, self._ddp_kwargs)
+        if self._has_unsynced_gradients:
+            # The new wrapper will not reduce what earlier micro-batches of this window left in some `.grad`.
+            if self._looks_for_unused:
+                left_over = [parameter for _, parameter in wrapping.reduced_parameters(self.lightning_module)]
+            if left_over:
+                wrapping.average_gradients(left_over, group)
         self._wrap(self._plan_if(self._next_backward_syncs(), relearn=True))
         say(log, f"re-wrapped: requires_grad changed of {some(changed)}")
 

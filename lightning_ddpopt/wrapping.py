@@ -5,7 +5,7 @@ The only module that touches DDP's arguments and private parts. Knows no Lightni
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,15 @@ _SET_ELSEWHERE = {
     "device_ids": "Lightning sets it from Trainer(devices=...)",
     "output_device": "Lightning sets it from Trainer(devices=...)",
     "bucket_cap_mb_list": "give the list as bucket_cap_mb",
+    "device_mesh": "give the mesh's group as process_group",
+}
+
+
+# DDP's flags and their defaults; it takes any truthy value for True, "false" among them.
+_FLAGS: dict[str, bool | None] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
+    if isinstance(parameter.default, bool) or name in ("broadcast_buffers", "forward_sync_buffers")
 }
 
 
@@ -35,7 +44,9 @@ def checked_ddp_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: names the argument, what is allowed and the fix.
 
     """
-    for name in arguments:
+    for name, value in arguments.items():
+        if name in _FLAGS and not isinstance(value, bool) and not (value is None and _FLAGS[name] is None):
+            raise ValueError(f"{name}={value!r} must be True or False.")
         if name in _SET_ELSEWHERE and arguments[name] is not None:
             raise ValueError(f"{name}={arguments[name]!r} cannot be passed on to DDP: {_SET_ELSEWHERE[name]}.")
         if name not in DDP_ARGUMENTS:
@@ -83,7 +94,7 @@ def all_reduce_bytes_sent(payload_bytes: float, world_size: int) -> float:
 
 
 def check_module(module: nn.Module, plan: Plan, ddp_arguments: Mapping[str, Any]) -> None:
-    """Refuse what only the module shows to be impossible, before any process group work.
+    """Refuse what only the module shows to be impossible. Called before the first wrap; not collective.
 
     Raises:
         ValueError: nothing to train, or gradients that the plan's hook cannot carry.
@@ -119,10 +130,24 @@ def check_module(module: nn.Module, plan: Plan, ddp_arguments: Mapping[str, Any]
             )
 
 
-def reduced_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that DDP would reduce if they were trainable: all but those that the module asks it to ignore."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored)
+def reduced_parameters(module: nn.Module, ignored: Collection[str] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that DDP would reduce if they were trainable, by name.
+
+    Args:
+        module: the module to be wrapped.
+        ignored: DDP's ``parameters_to_ignore``; None: what ``module`` asks it to ignore.
+
+    """
+    if ignored is None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    seen: set[nn.Parameter] = set()
+    for module_name, submodule in module.named_modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            # As DDP's reducer: a root parameter is called ".name", a tied one is ignored by each of its names.
+            full_name = f"{module_name}.{name}"
+            if full_name not in ignored and parameter not in seen:
+                seen.add(parameter)
+                yield full_name.removeprefix("."), parameter
 
 
 class TrainableSet:
@@ -140,10 +165,22 @@ class TrainableSet:
 
     def changed(self) -> list[str]:
         """Names of the parameters whose ``requires_grad`` has changed since. Cheap enough for every step."""
+        return [name for name, _, _ in self._changes()]
+
+    def newly_trainable(self) -> list[str]:
+        """Names of those that require a gradient now and did not then."""
+        return [name for name, _, requires_now in self._changes() if requires_now]
+
+    def newly_frozen(self) -> list[nn.Parameter]:
+        """Those that required a gradient then and do not now."""
+        return [parameter for _, parameter, requires_now in self._changes() if not requires_now]
+
+    def _changes(self) -> list[tuple[str, nn.Parameter, bool]]:
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._required:
             return []
-        return [name for (name, _), is_, was in zip(self._named, now, self._required, strict=True) if is_ != was]
+        compared = zip(self._named, now, self._required, strict=True)
+        return [(name, parameter, is_) for (name, parameter), is_, was in compared if is_ != was]
 
     def digest(self) -> bytes:
         """The same on two ranks if and (but for collisions) only if they train the same parameters."""
@@ -229,17 +266,13 @@ def ranks_agree(value: bytes, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def gradients_that_differ(ddp: DistributedDataParallel) -> list[str]:
-    """Names of the parameters whose gradients are not the same bits on all ranks.
+    """Names of the parameters whose gradients differ between ranks, by a checksum of their bits.
 
     Collective: every rank must call it after a synchronised backward. One all-reduce of 16 bytes a parameter; reads the
     result, so that the host waits for the device.
 
     """
-    named = [
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
-    ]
+    named = [(name, p) for name, p in reduced_parameters(ddp.module, ddp.parameters_to_ignore) if p.requires_grad]
     sums = torch.stack([_checksum(parameter.grad, ddp.device) for _, parameter in named])
     ends = torch.stack([sums, -sums])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=ddp.process_group)
@@ -283,13 +316,24 @@ def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
-def count_iteration(ddp: DistributedDataParallel) -> None:
-    """Let the reducer count one more iteration, as its ``forward`` does.
+def average_gradients(parameters: Collection[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Average what ``no_sync()`` backwards have left in ``.grad``, where any rank has something. Collective.
 
-    A static graph treats every backward of its first counted iteration as the one in which it learns the graph.
+    Args:
+        parameters: the same ones in the same order on every rank; not empty.
+        group: the group that DDP reduces over; None: the default group.
 
     """
-    ddp.reducer.prepare_for_forward()
+    device = next(iter(parameters)).device
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+        if not is_present:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient.div_(dist.get_world_size(group))
+        dist.all_reduce(gradient, group=group)
+        parameter.grad = gradient
 
 
 def end_manual_forward(ddp: DistributedDataParallel) -> None:

@@ -83,6 +83,7 @@ class PowerSGDHook(CommHook):
             name = self.context.parameter_names[parameter]
             step = self._steps.get(name, 0)
             self._steps[name] = step + 1
+            gradient = _as_stored(gradient, parameter)
             shape = self._matrix_shape(gradient)
             if step < self.start_step or shape is None:
                 exact.append(gradient)
@@ -94,7 +95,7 @@ class PowerSGDHook(CommHook):
             self._reduce_compressed(by_shape)
 
     def _matrix_shape(self, gradient: Tensor) -> tuple[int, int] | None:
-        if gradient.ndim < 2:
+        if gradient.ndim < 2 or gradient.numel() == 0:
             return None
         rows, cols = gradient.shape[0], gradient[0].numel()
         compressed = (rows + cols) * min(self.rank, rows, cols)
@@ -111,21 +112,26 @@ class PowerSGDHook(CommHook):
         matrices = [
             torch.stack([gradient.reshape(shape).float() for _, gradient in group]) for shape, group in by_shape.items()
         ]
+        # DDP drops the result for a parameter that no rank used; nothing may be taken from its residual then.
+        used = [(matrix != 0).any(dim=(1, 2)).float() for matrix in matrices]
         if self.use_error_feedback:
             for group_names, matrix in zip(names, matrices, strict=True):
                 self._add_residuals(group_names, matrix)
         previous = [self._previous_rights(n, m) for n, m in zip(names, matrices, strict=True)]
 
         lefts = [matrix @ right for matrix, right in zip(matrices, previous, strict=True)]
-        self._average(lefts)
+        self._average([*lefts, *used])
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.mT @ left for matrix, left in zip(matrices, lefts, strict=True)]
         self._average(rights)
 
-        for group, matrix, left, right, before in zip(groups, matrices, lefts, rights, previous, strict=True):
+        for group, matrix, left, right, before, is_used in zip(
+            groups, matrices, lefts, rights, previous, used, strict=True
+        ):
             approximation = left @ right.mT
-            self._remember([name for name, _ in group], matrix - approximation, right, before)
-            for (_, gradient), reduced in zip(group, approximation, strict=True):
+            self._remember([name for name, _ in group], matrix - approximation, right, before, is_used)
+            result = torch.where(is_used[:, None, None] != 0, approximation, torch.zeros_like(approximation))
+            for (_, gradient), reduced in zip(group, result, strict=True):
                 gradient.copy_(reduced.reshape(gradient.shape))
 
     def _add_residuals(self, names: list[str], matrix: Tensor) -> None:
@@ -150,21 +156,23 @@ class PowerSGDHook(CommHook):
         generator = torch.Generator(device).manual_seed(crc32(f"{self.random_seed}/{name}/{step}".encode()))
         return torch.randn(cols, rank, generator=generator, device=device)
 
-    def _remember(self, names: list[str], residuals: Tensor, rights: Tensor, previous_rights: Tensor) -> None:
-        """Keep the state of this step, except where it is not finite: there the previous state stays.
+    def _remember(
+        self, names: list[str], residuals: Tensor, rights: Tensor, previous_rights: Tensor, used: Tensor
+    ) -> None:
+        """Keep the state of this step, except where it is not finite or unused: there the previous state stays.
 
         The averaged right factor tells, since an inf or NaN of any rank ends in it and it is the same on all ranks.
 
         """
-        finite = rights.isfinite().all(dim=(1, 2))
+        keep = rights.isfinite().all(dim=(1, 2)) & (used != 0)
         if self.loss_scale is not None:
             residuals = residuals / self.loss_scale
         for index, name in enumerate(names):
             if self.warm_start:
-                self._right_factors[name] = torch.where(finite[index], rights[index], previous_rights[index])
+                self._right_factors[name] = torch.where(keep[index], rights[index], previous_rights[index])
             if self.use_error_feedback:
                 before = self._residuals.get(name, torch.zeros((), device=residuals.device))
-                self._residuals[name] = torch.where(finite[index], residuals[index], before)
+                self._residuals[name] = torch.where(keep[index], residuals[index], before)
 
     def _average(self, factors: list[Tensor]) -> None:
         flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(self.context.world_size)
@@ -202,3 +210,18 @@ class PowerSGDHook(CommHook):
         self._steps = dict(state["steps"])
         self._right_factors = on_device(state["right_factors"])
         self._residuals = on_device(state["residuals"])
+
+
+def _as_stored(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """``gradient`` with the strides in which DDP stores it: the parameter's own, where these fill their memory.
+
+    ``GradBucket.gradients()`` shows it as if it were contiguous, which scrambles a transposed matrix (torch 2.11 to
+    2.14).
+
+    """
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return gradient
+        expected *= size
+    return gradient.as_strided(parameter.shape, parameter.stride())

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from ranks import RankError, Ranks
@@ -31,6 +37,7 @@ class Messages(logging.Handler):
         super().__init__()
         self.texts: list[str] = []
         logging.getLogger("lightning_ddpopt").addHandler(self)
+        logging.getLogger("lightning_ddpopt").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
@@ -131,6 +138,12 @@ class Sparse(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.table(batch[1] % 3).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Frozen(Mlp):
@@ -394,6 +407,149 @@ def test_a_schedule_of_accumulation_equals_stock(two_ranks: Ranks) -> None:
             np.testing.assert_array_equal(our["state"][name], array, err_msg=name)
 
 
+class UnfreezesInStep(Unfreezing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 8:
+            self.net[:4].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", [{}, {"manual": "sync"}])
+@pytest.mark.parametrize("static", [True, False])
+def test_unfreezing_inside_training_step_is_refused(two_ranks: Ranks, static: bool, mode: dict[str, Any]) -> None:
+    """No wrapper could reduce those gradients: without a word the ranks would drift apart."""
+    for message in two_ranks(check_error, {"static_graph": static}, UnfreezesInStep, **mode):
+        assert "requires_grad of 'net.0.weight'" in message
+        assert "changed inside training_step" in message
+        assert "on_train_batch_start or earlier" in message
+
+
+class FreezeAt(L.Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            module.net[:4].requires_grad_(False)
+
+
+@pytest.mark.parametrize("find", [True, False])
+@pytest.mark.parametrize("batch", [6, 7, 8])
+def test_layers_frozen_within_an_accumulation_window(two_ranks: Ranks, batch: int, find: bool) -> None:
+    """What earlier micro-batches of the window left in their gradients is averaged."""
+    arguments = {"find_unused_parameters": find}
+    results = two_ranks(train, arguments, accumulate=3, callbacks=[FreezeAt(batch)])
+    assert_ranks_equal(results)
+
+
+class UsedByTurns(Mlp):
+    """Every other micro-batch uses one more layer."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.extra = nn.Linear(16, 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        return super().training_step([self.extra(inputs) if batch_idx % 2 == 0 else inputs, labels], batch_idx)
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_re_wrap_does_not_forget_which_parameters_a_window_used(two_ranks: Ranks, view: bool) -> None:
+    arguments = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    plans = {7: Plan(gradient_as_bucket_view=view, bucket_cap_mb=0.004)}
+    ours = two_ranks(train, arguments, make_module=UsedByTurns, accumulate=2, plans=plans)
+    plain = two_ranks(train, arguments, make_module=UsedByTurns, accumulate=2)
+    assert_ranks_equal([*ours, *plain])
+
+
+class SkipsAnEpoch(Mlp):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 2 else None
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_skipped_epoch_after_the_wrap(two_ranks: Ranks, static: bool) -> None:
+    """The static wrap is made for a micro-batch that then does not run; the next one does not synchronise."""
+    ours = two_ranks(train, {"static_graph": static}, make_module=SkipsAnEpoch, accumulate=3)
+    stock = two_ranks(train, None, make_module=SkipsAnEpoch, accumulate=3)
+    assert_ranks_equal([*ours, *stock])
+
+
+class RootScale(Mlp):
+    """A parameter of the root module that DDP is asked to ignore, by the name that DDP knows it by."""
+
+    _ddp_params_and_buffers_to_ignore = (".scale", "net.5.bias")
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0] * self.scale + self.empty.sum(), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("hook", ["none", "bf16", "powersgd"])
+def test_ignored_and_empty_parameters(two_ranks: Ranks, hook: str) -> None:
+    first, second = two_ranks(train, {"comm_hook": hook}, make_module=RootScale)
+    differ = {name for name, array in first["state"].items() if (array != second["state"][name]).any()}
+    assert {name for name in differ if "running" not in name} == {"scale", "net.5.bias"}
+
+
+def keep_wrappers_over_fits() -> dict[str, Any]:
+    """A callback that holds on to the first fit's wrapper must not let it reduce in the second."""
+    held: list[Any] = []
+    keep = L.pytorch.callbacks.LambdaCallback(on_train_batch_start=lambda t, *a: held.append(t.strategy.model))
+    return train({}, steps=10, fits=2, callbacks=[keep])
+
+
+def test_a_wrapper_held_from_an_earlier_fit_does_nothing(two_ranks: Ranks) -> None:
+    assert_ranks_equal([*two_ranks(keep_wrappers_over_fits), two_ranks(train, None, steps=10, fits=2)[0]])
+
+
+def state_in_second_fit() -> list[Any]:
+    seen = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                seen.append((dict(trainer.strategy._hook.state_dict()["steps"]), trainer.strategy.layout))
+
+    train({"comm_hook": "powersgd"}, steps=6, fits=2, callbacks=[Look()])
+    return seen
+
+
+def test_a_second_fit_starts_with_fresh_hook_state(two_ranks: Ranks) -> None:
+    for seen in two_ranks(state_in_second_fit):
+        for steps, layout in (seen[0], seen[-1]):
+            assert set(steps.values()) == {1}
+            assert layout is None
+
+
+def change_plan_errors() -> list[str]:
+    errors = []
+
+    class Change(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                for plan in ("bf16", None, Plan(hook=HookSpec("powersgd"))):
+                    try:
+                        trainer.strategy.change_plan(plan)
+                    except ValueError as error:
+                        errors.append(str(error))
+
+    train({}, make_module=Sparse, callbacks=[Change()], steps=6)
+    return errors
+
+
+def test_change_plan_refuses_what_the_constructor_or_the_wrap_would(two_ranks: Ranks) -> None:
+    for errors in two_ranks(change_plan_errors):
+        assert len(errors) == 3
+        assert "change_plan takes a Plan, not 'bf16'" in errors[0]
+        assert "cannot carry the sparse gradients of 'table'" in errors[2]
+
+
 def train_with_unlike_plans(at: int | None) -> str:
     plan = Plan(bucket_cap_mb=[0.001, 0.01][dist.get_rank()])
     try:
@@ -631,10 +787,11 @@ def resume(
     strategy = DDPOptStrategy(**arguments)
     module = Mlp() if manual is None else Mlp(accumulate=accumulate, blocks_sync=manual == "no_sync")
     torch.nn.init.zeros_(module.net[0].weight)  # all must come from the file
-    again = saver(str(Path(checkpoint).parent / "resumed"))
+    again, messages = saver(str(Path(checkpoint).parent / "resumed")), Messages()
     fitter = trainer(strategy, max_steps=48, callbacks=[again], enable_checkpointing=True)
     fitter.fit(module, data(), ckpt_path=checkpoint)
-    return {"state": state_of(module), "steps": fitter.global_step}
+    messages.close()
+    return {"state": state_of(module), "steps": fitter.global_step, "said": messages.texts}
 
 
 @pytest.mark.parametrize("mode", [{}, {"accumulate": 2, "manual": "no_sync"}], ids=["automatic", "manual"])
@@ -662,10 +819,37 @@ def test_a_checkpoint_fits_another_world_size_and_hook(
     arguments = {"comm_hook": "powersgd", "static_graph": True}
     two_ranks(train_to_checkpoints, arguments, str(tmp_path), 16)
     path = str(tmp_path / "step=16.ckpt")
-    for ranks, other in ((three_ranks, arguments), (one_rank, arguments), (two_ranks, {"comm_hook": "bf16"})):
+    rank_4 = arguments | {"comm_hook_options": {"matrix_approximation_rank": 4}}
+    for ranks, other in ((three_ranks, arguments), (one_rank, arguments), (two_ranks, rank_4), (two_ranks, {})):
         results = ranks(resume, other, path)
         assert results[0]["steps"] == 48
         assert_ranks_equal(results)
+        unused = [text for text in results[0]["said"] if "the checkpoint's state of hook" in text]
+        assert len(unused) == (other is not arguments)
+
+
+def train_beside_lr_finder(find: bool, folder: str) -> dict[str, Any]:
+    import os
+
+    os.chdir(folder)  # the finder keeps its checkpoint in the working directory
+    finder = [LearningRateFinder(num_training_steps=12, update_attr=False)] if find else []
+    return train(
+        {"comm_hook": "powersgd"}, make_module=Tunable, callbacks=finder, enable_checkpointing=True, steps=24
+    )
+
+
+class Tunable(Mlp):
+    lr = 0.05
+
+
+def test_the_learning_rate_finder_leaves_no_trace_in_hook_state(two_ranks: Ranks, tmp_path: Path) -> None:
+    """It saves, trains up to absurd rates, and restores in the middle of the fit."""
+    found = two_ranks(train_beside_lr_finder, True, str(tmp_path))
+    plain = two_ranks(train_beside_lr_finder, False, str(tmp_path))
+    for one, other in zip(found, plain, strict=True):
+        for name, array in other["state"].items():
+            if "running" not in name and "tracked" not in name:
+                np.testing.assert_array_equal(one["state"][name], array, err_msg=name)
 
 
 def save_alone_when_interrupted(folder: str) -> list[str]:
@@ -709,6 +893,25 @@ def test_precisions(two_ranks: Ranks, hook: str, precision: str) -> None:
     if hook == "none":
         assert_ranks_equal([results[0], stock])
     assert abs(results[0]["losses"][-1] - stock["losses"][-1]) < 0.2
+
+
+def scales_in_hook() -> list[tuple[float, float]]:
+    seen = []
+
+    class Look(L.Callback):
+        def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+            seen.append((float(trainer.strategy._hook.loss_scale), trainer.precision_plugin.scaler.get_scale()))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    train({"comm_hook": "powersgd"}, callbacks=[Look()], steps=8, plugins=[precision])
+    return seen
+
+
+def test_hooks_are_told_the_loss_scale(two_ranks: Ranks) -> None:
+    for seen in two_ranks(scales_in_hook):
+        assert len({scale for scale, _ in seen}) > 1
+        assert all(told == scale for told, scale in seen)
 
 
 def change_to_unknown_callable() -> str:

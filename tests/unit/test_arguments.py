@@ -8,8 +8,11 @@ import lightning as L  # noqa: N812
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
+
+LOCAL_SGD = PostLocalSGDState(None, None, start_localSGD_iter=1)
 
 
 def test_defaults() -> None:
@@ -56,6 +59,16 @@ def test_a_plan_or_its_file_is_taken_whole(tmp_path) -> None:
         ({"ddp_comm_hook": print, "comm_hook_options": {"state": 1}}, "give its state as ddp_comm_state"),
         ({"ddp_comm_hook": "bf16"}, "is not callable: give hooks by name as comm_hook"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "there is none"),
+        ({"ddp_comm_wrapper": "fp16", "comm_hook": "bf16"}, "ddp_comm_wrapper='fp16' is not callable"),
+        ({"ddp_comm_state": 5}, "ddp_comm_state belongs to ddp_comm_hook"),
+        ({"comm_hook": print, "ddp_comm_state": 5}, "ddp_comm_state belongs to ddp_comm_hook"),
+        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be True or False"),
+        ({"broadcast_buffers": "false"}, "broadcast_buffers='false' must be True or False"),
+        ({"device_mesh": object()}, "give the mesh's group as process_group"),
+        ({"start_method": "thread"}, "start_method='thread'.*popen"),
+        ({"model_averaging_period": 0}, "model_averaging_period=0 must be a whole number of at least 1"),
+        ({"ddp_comm_hook": print, "ddp_comm_state": LOCAL_SGD}, "needs model_averaging_period"),
+        ({"bucket_cap_mb": "Auto"}, "bucket_cap_mb='Auto'.*allowed is 'auto'"),
         ({"static_graph": "yes"}, "static_graph='yes' must be True or False"),
         ({"gradient_as_bucket_view": None}, "gradient_as_bucket_view=None must be True or False"),
         ({"tuning": "observe"}, "tuning='observe' must be True or False"),

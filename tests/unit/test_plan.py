@@ -82,7 +82,25 @@ def test_a_plan_reads_as_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    "cap", [0, -1, float("inf"), float("nan"), "25", "auto", b"25", True, [], [25, 0], ["25"], [[1]], 2**60, 1e-9, {}]
+    "cap",
+    [
+        0,
+        -1,
+        float("inf"),
+        float("nan"),
+        "25",
+        "auto",
+        b"25",
+        True,
+        [],
+        [25, 0],
+        ["25"],
+        [[1]],
+        2**60,
+        10**400,
+        1e-9,
+        {},
+    ],
 )
 def test_capacities_that_ddp_would_misread_are_refused(cap: object) -> None:
     with pytest.raises(ValueError, match=r"bucket_cap_mb=.*(Allowed|holds no capacity)"):
@@ -98,6 +116,9 @@ def test_capacities_that_ddp_would_misread_are_refused(cap: object) -> None:
         ("bf16", {"rank": 2}, "hook 'bf16' has no option 'rank'. Its options: none at all"),
         ("powersgd", {"rank": 2}, "has no option 'rank'. Its options: matrix_approximation_rank"),
         ("powersgd", {"matrix_approximation_rank": 0}, "whole number of at least 1"),
+        ("powersgd", {"start_powerSGD_iter": 10**400}, "below 2..63"),
+        ("powersgd", {"min_compression_rate": 10**400}, "below 2..63"),
+        ("custom", 5, "must be a mapping"),
         ("powersgd", {"matrix_approximation_rank": True}, "whole number of at least 1"),
         ("powersgd", {"matrix_approximation_rank": 1.5}, "whole number of at least 1"),
         ("powersgd", {"matrix_approximation_rank": "4"}, "whole number of at least 1"),
@@ -116,6 +137,8 @@ def test_hooks_and_options_that_do_not_exist_are_refused(name: object, options: 
     ("change", "message"),
     [
         ({"schema": 2}, "schema must be 1, got 2"),
+        ({"schema": True}, "schema must be 1, got True"),
+        ({"hook": {"name": "custom", "options": None}}, "must be a mapping"),
         ({"static": True}, "no field 'static'. Its fields: static_graph"),
         ({"static_graph": 1}, "static_graph=1 must be True or False"),
         ({"hook": "bf16"}, "hook='bf16' of a plan must be a mapping"),
