@@ -86,6 +86,8 @@ def main() -> None:
             console.rule(label)
             rows.append(run(label, overrides(short), Path(folder)))
     console.print(table(rows))
+    if rows[0]["world_size"] == 1:
+        console.print("One process: ours leaves the module unwrapped, so that no hook runs and nothing is sent.")
     console.print(
         "'same bits': trained to exactly the parameters of stock ddp. bf16 and PowerSGD change the gradients: compare"
         " loss and accuracy. One run each: ddp and ddpopt differ by noise here (20 % on a busy CPU); for timings that"

@@ -233,13 +233,13 @@ def reduce_transposed() -> float:
     given = rank_one(0, dist.get_rank())["matrix"].to(device())
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(96, 64, device=device()).t())
-    module.forward = lambda: (module.weight * given).sum()  # type: ignore[assignment]
+    module.forward = lambda gradient: (module.weight * gradient).sum()  # type: ignore[assignment]
     spec = HookSpec("powersgd", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0})
     hook = build_hook(spec, HookContext(dist.group.WORLD, {module.weight: "weight"}))
     ids = [device().index] if device().type == "cuda" else None
     ddp = wrapping.wrap(module, Plan(hook=spec), device_ids=ids, ddp_arguments={})
     wrapping.register_hook(ddp, hook, run_hook)
-    ddp().backward()
+    ddp(given).backward()
     mean = given.clone()
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
