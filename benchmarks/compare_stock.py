@@ -18,7 +18,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -119,11 +118,10 @@ def run_once(strategy: Strategy, module: Classifier, steps: int, warmup: int) ->
 
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is needed to repeat the run."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    git = subprocess.run(["git", "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(sys.argv),
-        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        "arguments": {key: str(value) for key, value in (vars(arguments) | {"out": arguments.out.name}).items()},
         "commit": git.stdout.strip() or None,
         "gpu": torch.cuda.get_device_name(),
         "gpus_on_this_host": torch.cuda.device_count(),
