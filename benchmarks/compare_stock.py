@@ -118,7 +118,9 @@ def run_once(strategy: Strategy, module: Classifier, steps: int, warmup: int) ->
 
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is needed to repeat the run."""
-    git = subprocess.run(["git", "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {
         "date": datetime.date.today().isoformat(),
         "arguments": {key: str(value) for key, value in (vars(arguments) | {"out": arguments.out.name}).items()},
