@@ -312,10 +312,7 @@ class DDPOptStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        model = self.model
         super().teardown()
-        if self._wrapped_plan is not None and isinstance(model, DistributedDataParallel):
-            wrapping.unwrap(model)
         self._wrapped_plan = None
         self._hook_state_to_load = None
 

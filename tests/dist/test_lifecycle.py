@@ -497,17 +497,6 @@ def test_ignored_and_empty_parameters(two_ranks: Ranks, hook: str) -> None:
     assert {name for name in differ if "running" not in name} == {"scale", "net.5.bias"}
 
 
-def keep_wrappers_over_fits() -> dict[str, Any]:
-    """A callback that holds on to the first fit's wrapper must not let it reduce in the second."""
-    held: list[Any] = []
-    keep = L.pytorch.callbacks.LambdaCallback(on_train_batch_start=lambda t, *a: held.append(t.strategy.model))
-    return train({}, steps=10, fits=2, callbacks=[keep])
-
-
-def test_a_wrapper_held_from_an_earlier_fit_does_nothing(two_ranks: Ranks) -> None:
-    assert_ranks_equal([*two_ranks(keep_wrappers_over_fits), two_ranks(train, None, steps=10, fits=2)[0]])
-
-
 def state_in_second_fit() -> list[Any]:
     seen = []
 
