@@ -7,9 +7,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 _package_log = logging.getLogger("lightning_ddpopt")
 
 
-@rank_zero_only
-def say(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
-    """Log ``message`` on rank zero.
+def say_here(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on the rank that calls.
 
     As Lightning does for its own logger, a handler is added where no logger up to the root has one. Where the user,
     Hydra or pytest has set up logging, theirs holds, level and all.
@@ -19,6 +18,12 @@ def say(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
         _package_log.addHandler(logging.StreamHandler())
         _package_log.setLevel(logging.INFO)
     log.log(level, "ddpopt: %s", message)
+
+
+@rank_zero_only
+def say(log: logging.Logger, message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on rank zero."""
+    say_here(log, message, level)
 
 
 def some(names: list[str], most: int = 5) -> str:

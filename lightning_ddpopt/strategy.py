@@ -25,7 +25,7 @@ from lightning_ddpopt import twin, wrapping
 from lightning_ddpopt.arguments import resolve_plan
 from lightning_ddpopt.hooks.hook import CommHook, HookContext, run_hook
 from lightning_ddpopt.hooks.registry import build_hook
-from lightning_ddpopt.messages import say, some
+from lightning_ddpopt.messages import say, say_here, some
 from lightning_ddpopt.plan import CUSTOM_HOOK, Plan
 from lightning_ddpopt.wrapping import Layout, TrainableSet
 
@@ -461,7 +461,7 @@ class DDPOptStrategy(DDPStrategy):
         assert self.lightning_module is not None
         assert self._trainable is not None
         # On each rank that sees it: where one does not, the others wait here until the group's timeout.
-        log.info("ddpopt: rank %d: requires_grad changed of %s", self.global_rank, some(changed))
+        say_here(log, f"rank {self.global_rank}: requires_grad changed of {some(changed)}")
         left_over = self._trainable.newly_frozen()
         self._trainable = TrainableSet(self.lightning_module)
         group = self._ddp_kwargs.get("process_group")
@@ -478,7 +478,7 @@ class DDPOptStrategy(DDPStrategy):
             if left_over:
                 wrapping.average_gradients(left_over, group)
         self._wrap(self._plan_if(self._next_backward_syncs(), relearn=True))
-        say(log, f"re-wrapped: requires_grad changed of {some(changed)}")
+        say(log, f"re-wrapped for {some(changed)}")
 
     # ---------------------------------------------------------------------------------------- gradients and hook state
 
