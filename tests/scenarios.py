@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L  # noqa: N812
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -155,3 +156,47 @@ def train(
     if isinstance(strategy, DDPOptStrategy):
         result |= {"layout": strategy.layout, "bytes": strategy.bytes_sent_per_step, "plan": strategy.plan}
     return result
+
+
+class Messages(logging.Handler):
+    """Collects what the package says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("lightning_ddpopt").addHandler(self)
+        logging.getLogger("lightning_ddpopt").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("lightning_ddpopt").removeHandler(self)
+        super().close()
+
+
+def assert_ranks_equal(results: list[dict[str, Any]], what: str = "state") -> None:
+    for other in results[1:]:
+        for name, array in results[0][what].items():
+            if "running" not in name:  # a batch norm sees its own rank's batches
+                np.testing.assert_array_equal(array, other[what][name], err_msg=name)
+
+
+class Sparse(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.table(batch[1] % 3).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def check_error(arguments: dict[str, Any], make: type[Mlp], plans: dict[int, Plan] | None = None, **mode: Any) -> str:
+    try:
+        train(arguments, make_module=make, plans=plans, **mode)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from scenarios import Mlp, train
-from test_lifecycle import assert_ranks_equal
+from scenarios import Mlp, assert_ranks_equal, train
 
 from lightning_ddpopt import HookSpec, Plan
 from lightning_ddpopt.hooks.cast import CastHook
