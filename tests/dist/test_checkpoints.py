@@ -1,9 +1,5 @@
 """A resumed run equals an uninterrupted one; hook state survives saving, other worlds and interruptions."""
 
-
-import gc
-import logging
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +7,23 @@ import lightning as L  # noqa: N812
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
 )
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from ranks import RankError, Ranks
+from ranks import Ranks
 from scenarios import (
     Messages,
     Mlp,
-    ReWrap,
-    Sparse,
     assert_ranks_equal,
-    check_error,
     data,
     state_of,
     train,
     trainer,
 )
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
-
-
-
+from lightning_ddpopt import DDPOptStrategy
 
 
 def saver(folder: str) -> ModelCheckpoint:
@@ -107,9 +88,7 @@ def train_beside_lr_finder(find: bool, folder: str) -> dict[str, Any]:
 
     os.chdir(folder)  # the finder keeps its checkpoint in the working directory
     finder = [LearningRateFinder(num_training_steps=12, update_attr=False)] if find else []
-    return train(
-        {"comm_hook": "powersgd"}, make_module=Tunable, callbacks=finder, enable_checkpointing=True, steps=24
-    )
+    return train({"comm_hook": "powersgd"}, make_module=Tunable, callbacks=finder, enable_checkpointing=True, steps=24)
 
 
 class Tunable(Mlp):

@@ -1,10 +1,6 @@
 """The strategy through Lightning's life cycle: wraps where it should, and refuses what cannot work."""
 
-
 import gc
-import logging
-import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -12,15 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from ranks import RankError, Ranks
 from scenarios import (
     Messages,
@@ -28,21 +17,15 @@ from scenarios import (
     ReWrap,
     Sparse,
     assert_ranks_equal,
-    check_error,
     data,
     state_of,
     train,
     trainer,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
-
-
-
 
 
 def evaluate(arguments: dict[str, Any]) -> list[str]:
@@ -117,7 +100,6 @@ def test_one_process_is_not_wrapped(one_rank: Ranks, manual: str | None) -> None
         np.testing.assert_array_equal(ours["state"][name], array, err_msg=name)
     assert "world size 1: the module is not wrapped" in ours["said"][0]
     assert "bf16" in ours["said"][0]
-
 
 
 class Frozen(Mlp):
@@ -213,7 +195,6 @@ def test_disabled_is_stock_ddp_with_stock_settings(two_ranks: Ranks) -> None:
             np.testing.assert_array_equal(result["state"][name], array, err_msg=name)
         assert len(said) <= 1
     assert "DDPOPT_DISABLE is set" in ours[0][0][0]
-
 
 
 @pytest.mark.parametrize("hook", ["none", "bf16", "powersgd"])

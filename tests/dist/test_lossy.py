@@ -134,7 +134,9 @@ def test_cast_hooks(two_ranks: Ranks, name: str, roundoff: float, cap: float | N
         for tensor in SHAPES:
             bound = 2.01 * roundoff * results[0]["mean sizes"][tensor] + 3 * 2.0**-25
             assert (abs(reduced[tensor] - exact[tensor]) <= bound).all(), tensor
-    assert not all((r["matrix"] == e["matrix"]).all() for r, e in zip(*both(results[0]), strict=True)), "it did not cast"
+    assert not all((r["matrix"] == e["matrix"]).all() for r, e in zip(*both(results[0]), strict=True)), (
+        "it did not cast"
+    )
     assert results[0]["payload"] == [bytes_of(itemsize=2)] * 4
 
 
@@ -268,9 +270,7 @@ def test_residuals_are_in_units_of_the_unscaled_gradient(two_ranks: Ranks) -> No
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("manual", [None, "no_sync"])
-def test_lossy_training_keeps_the_ranks_equal(
-    two_ranks: Ranks, hook: str, accumulate: int, manual: str | None
-) -> None:
+def test_lossy_training_keeps_the_ranks_equal(two_ranks: Ranks, hook: str, accumulate: int, manual: str | None) -> None:
     """Through the Trainer, near the exact run, with re-wraps; and not identical to it: the hook did run."""
     arguments = {"comm_hook": hook, "static_graph": True, "bucket_cap_mb": 0.004}
     mode = {"accumulate": accumulate, "manual": manual}

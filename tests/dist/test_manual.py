@@ -1,48 +1,24 @@
 """Manual optimisation: several backwards in a step, and optimizers that take turns."""
 
-
-import gc
-import logging
-import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from ranks import RankError, Ranks
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import Ranks
 from scenarios import (
     Messages,
     Mlp,
-    ReWrap,
-    Sparse,
     assert_ranks_equal,
-    check_error,
     data,
     state_of,
-    train,
     trainer,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
-
-
-
+from lightning_ddpopt import DDPOptStrategy
 
 
 class TwoBackwards(Mlp):

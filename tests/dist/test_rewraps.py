@@ -1,10 +1,7 @@
 """Re-wraps while training: by a new plan, by a new trainable set; nothing is left behind."""
 
-
 import gc
-import logging
 import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -15,34 +12,21 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
 )
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from ranks import RankError, Ranks
+from ranks import Ranks
 from scenarios import (
     Messages,
     Mlp,
-    ReWrap,
     Sparse,
     assert_ranks_equal,
     check_error,
     data,
     state_of,
     train,
-    trainer,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
-
-
-
+from lightning_ddpopt import HookSpec, Plan
 
 
 def re_wrap_often() -> dict[str, Any]:
@@ -57,7 +41,9 @@ def re_wrap_often() -> dict[str, Any]:
             del model
             alive.append(sum(reference() is not None for reference in wrappers))
             tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
+            storages = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_sparse
+            }
             tensor_bytes.append(sum(storages.values()))
 
     caps = [0.001, 0.004]
