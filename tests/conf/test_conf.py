@@ -11,11 +11,13 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_ddpopt
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "data", "strategy", "trainer")
-FILES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+SHIPPED = Path(lightning_ddpopt.__file__).with_name("conf")
+GROUPS = {"model": CONF, "data": CONF, "strategy": SHIPPED, "trainer": CONF}
+FILES = [(group, path.stem) for group, folder in GROUPS.items() for path in sorted((folder / group).glob("*.yaml"))]
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -25,7 +27,8 @@ def compose(*overrides: str) -> DictConfig:
 
 
 def test_no_config_is_left_out() -> None:
-    assert {path.parent.name for path in CONF.rglob("*.yaml")} == {*GROUPS, "conf"}
+    assert {path.parent.name for path in CONF.rglob("*.yaml")} | {"strategy"} == {*GROUPS, "conf"}
+    assert {path.parent.name for path in SHIPPED.rglob("*.yaml")} == {"strategy", "launcher"}
     assert len(FILES) >= 12
 
 
@@ -40,7 +43,7 @@ def test_every_config_composes_and_instantiates(group: str, name: str) -> None:
     expected = {
         "model": L.LightningModule,
         "data": L.LightningDataModule,
-        "strategy": DDPStrategy,
+        "strategy": (DDPStrategy, str),
         "trainer": L.Trainer,
     }
     assert isinstance(made, expected[group])

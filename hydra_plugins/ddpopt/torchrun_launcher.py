@@ -1,0 +1,319 @@
+"""The launcher `hydra/launcher=torchrun`: every job of a sweep is one single run under torchrun.
+
+Lightning's own launcher starts child ranks by running the same command again, which in a sweep runs the whole sweep in
+each of them. Here the sweep runs in one process that trains nothing; each job gets fresh processes, its own port and
+folder, and hands its objective value back.
+"""
+
+import logging
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import (
+    JobReturn,
+    JobRuntime,
+    JobStatus,
+    configure_log,
+    filter_overrides,
+    setup_globals,
+)
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict, read_write
+
+from hydra_plugins.ddpopt.job import Job
+from hydra_plugins.ddpopt.pinning import TORCHRUN_VARIABLES, pins_of
+
+log = logging.getLogger(__name__)
+
+_START = Path(__file__).with_name("start.py")
+_POLL_S = 0.1
+
+
+class TorchrunLauncher(Launcher):
+    """Runs the jobs of a batch one after the other, each in ``torchrun --nproc-per-node N``.
+
+    A job's folder (`hydra.sweep.dir/subdir`) holds `rank_0.log`, `rank_1.log`, … with all output of each rank, and
+    `torchrun.log`. All jobs of a batch run; a failed one is returned as failed, so that the sweeper raises and the
+    command exits with an error. Ctrl-C, SIGTERM, SIGHUP or the end of the launching process stop the ranks too.
+
+    Args:
+        nproc_per_node: ranks on this machine, ``"auto"`` for one per GPU and one without GPUs. Read from the config of
+            each job, so that ``hydra.launcher.nproc_per_node=${trainer.devices}`` makes it an axis of the sweep.
+        nnodes: machines. The same sweep is started on each; the ranks of all take the first node's resolved values.
+        rdzv_endpoint: with several nodes, HOST:PORT of one of them. Job k meets at PORT + k.
+        rdzv_id: with several nodes, the same name on all, different for sweeps that run at the same time.
+        shutdown_timeout_s: seconds that ranks may take to end after SIGTERM before they are killed.
+        torchrun_args: further arguments of torchrun, each as ``--name=value``.
+
+    Raises:
+        ValueError: a value that cannot work.
+
+    """
+
+    def __init__(
+        self,
+        nproc_per_node: int | str = "auto",
+        nnodes: int = 1,
+        rdzv_endpoint: str | None = None,
+        rdzv_id: str = "ddpopt",
+        shutdown_timeout_s: float = 30,
+        torchrun_args: Sequence[str] = (),
+    ) -> None:
+        if isinstance(nnodes, bool) or not isinstance(nnodes, int) or nnodes < 1:
+            raise ValueError(f"hydra.launcher.nnodes={nnodes!r} must be a whole number of at least 1.")
+        if nnodes > 1 and not (isinstance(rdzv_endpoint, str) and re.fullmatch(r".+:\d+", rdzv_endpoint)):
+            raise ValueError(f"hydra.launcher.rdzv_endpoint={rdzv_endpoint!r} must be HOST:PORT of one of the"
+                             f" {nnodes} nodes, the same on each.")  # fmt: skip
+        if nnodes == 1 and rdzv_endpoint is not None:
+            raise ValueError(f"hydra.launcher.rdzv_endpoint={rdzv_endpoint!r} is for several nodes: set nnodes, or"
+                             " leave it out; on one node every job takes a free port.")  # fmt: skip
+        _ranks(nproc_per_node)
+        self.nnodes = nnodes
+        self.rdzv_endpoint = rdzv_endpoint
+        self.rdzv_id = rdzv_id
+        self.shutdown_timeout_s = shutdown_timeout_s
+        self.torchrun_args = list(torchrun_args)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise RuntimeError("this sweep was started by torchrun, so that every rank would run all of it: start it"
+                               " with python; hydra/launcher=torchrun starts torchrun for each job.")  # fmt: skip
+        self.hydra_context = hydra_context
+        self.config = config
+        self.app = _app()
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        log.info("Launching %d jobs under torchrun, output in %s", len(job_overrides), self.config.hydra.sweep.dir)
+        with _signals_raise(), tempfile.TemporaryDirectory(prefix="ddpopt_") as scratch:
+            jobs = [
+                self._run(initial_job_idx + index, list(overrides), Path(scratch))
+                for index, overrides in enumerate(job_overrides)
+            ]
+        failed = [initial_job_idx + index for index, job in enumerate(jobs) if job.status == JobStatus.FAILED]
+        if failed:
+            log.error("%d of %d jobs failed: %s", len(failed), len(jobs), ", ".join(f"#{number}" for number in failed))
+        return jobs
+
+    def _run(self, number: int, overrides: list[str], scratch: Path) -> JobReturn:
+        """One job from its overrides to its result; a job that cannot run is a failed one."""
+        name = f"#{number} {' '.join(filter_overrides(overrides))}".rstrip()
+        started = time.monotonic()
+        job = JobReturn(overrides=overrides, task_name=JobRuntime.instance().get("name"))
+        previous = HydraConfig.instance().cfg
+        try:
+            job.return_value = self._train(number, overrides, scratch, name, job)
+            job.status = JobStatus.COMPLETED
+            log.info("%s: done in %.1f s", name, time.monotonic() - started)
+        except Exception as error:
+            job.return_value, job.status = error, JobStatus.FAILED
+            log.error("%s: FAILED after %.1f s: %s", name, time.monotonic() - started, error)
+        finally:
+            HydraConfig.instance().cfg = previous
+        return job
+
+    def _train(self, number: int, overrides: list[str], scratch: Path, name: str, job: JobReturn) -> Any:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
+        HydraConfig.instance().set_config(config)
+        folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+            config.hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(config)
+        job.hydra_cfg, job.working_dir = config, str(folder)
+        job.cfg = config.copy()
+        with open_dict(job.cfg):
+            del job.cfg["hydra"]
+
+        description, result = scratch / f"{number}.job", scratch / f"{number}.result"
+        Job(number, str(folder), pins_of(config, datetime.now()), str(result)).save(description)
+        ranks = _ranks(config.hydra.launcher.get("nproc_per_node", "auto"))
+        app = [*self.app, *_child_overrides(config, overrides, description)]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--no-python", f"--nproc-per-node={ranks}"),
+            *self._rendezvous(number, overrides),
+            *self.torchrun_args,
+            *(sys.executable, str(_START), str(int(signal.SIGKILL)), str(folder / "rank_{RANK}.log")),
+            *app,
+        ]
+        logs = folder / ("torchrun.log" if self.nnodes == 1 else f"torchrun_{socket.gethostname()}.log")
+        with _live_line(f"{name}: {ranks} ranks", folder / "rank_0.log"):
+            code = self._run_to_its_end(command, logs, str(config.hydra.runtime.cwd))
+        if code != 0:
+            raise RuntimeError(_failure(code, folder, logs))
+        if not result.exists():
+            raise RuntimeError(f"the ranks ended without an error but did not run the job; see {folder / 'rank_0.log'}")
+        return pickle.loads(result.read_bytes())
+
+    def _rendezvous(self, number: int, overrides: list[str]) -> list[str]:
+        if self.rdzv_endpoint is None:  # torchrun takes a free port and keeps it: no other job can get it in between
+            return ["--standalone", "--local-addr=127.0.0.1"]
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        # Nodes whose sweeps drew other values must not meet: they wait for each other, and fail.
+        digest = sha256("\0".join(overrides).encode()).hexdigest()[:12]
+        return [
+            f"--nnodes={self.nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={host}:{int(port) + number}",
+            f"--rdzv-id={self.rdzv_id}-{number}-{digest}",
+        ]
+
+    def _run_to_its_end(self, command: list[str], logs: Path, folder: str) -> int:
+        """Exit status of torchrun; whatever happens, neither it nor its ranks outlive this call."""
+        environment = {name: value for name, value in os.environ.items() if not _belongs_to_a_rank(name)}
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(self.shutdown_timeout_s))
+        process = subprocess.Popen(
+            [sys.executable, str(_START), str(int(signal.SIGTERM)), str(logs), *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which then stops the ranks
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+            return process.returncode
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks, which have sessions of their own
+                try:
+                    process.wait(self.shutdown_timeout_s + 5)
+                finally:
+                    process.kill()  # takes ranks that are left with it
+                    process.wait()
+
+
+def _app() -> list[str]:
+    """The command that started this process, without its arguments."""
+    main = sys.modules["__main__"]
+    specification = getattr(main, "__spec__", None)
+    if specification is not None:
+        return [sys.executable, "-u", "-m", specification.name.removesuffix(".__main__")]
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).exists():
+        raise RuntimeError("hydra/launcher=torchrun starts the app again by its file or module, and there is none:"
+                           " start it as `python app.py` or `python -m package.app`.")  # fmt: skip
+    return [sys.executable, "-u", str(Path(file).absolute())]
+
+
+def _child_overrides(config: DictConfig, overrides: list[str], description: Path) -> list[str]:
+    """Arguments of the app in each rank: what this process was given, with the values of one job."""
+    given = get_args()
+    flags = {"--config-path": given.config_path, "--config-name": given.config_name, "--config-dir": given.config_dir}
+    hydras = [override for override in config.hydra.overrides.hydra if not override.startswith("hydra.mode=")]
+    return [
+        *(argument for flag, value in flags.items() if value is not None for argument in (flag, value)),
+        *hydras,
+        *(override for override in overrides if override not in hydras),
+        "hydra.mode=RUN",
+        "++hydra.callbacks.torchrun_job._target_=hydra_plugins.ddpopt.job.TorchrunJob",
+        f"++hydra.callbacks.torchrun_job.job='{description}'",
+    ]
+
+
+def _ranks(nproc_per_node: Any) -> int:
+    if nproc_per_node == "auto":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
+        raise ValueError(f"hydra.launcher.nproc_per_node={nproc_per_node!r} must be 'auto' or a whole number of at"
+                         " least 1.")  # fmt: skip
+    return nproc_per_node
+
+
+def _belongs_to_a_rank(variable: str) -> bool:
+    return variable in TORCHRUN_VARIABLES or variable.startswith("TORCHELASTIC_")
+
+
+def _failure(code: int, folder: Path, logs: Path) -> str:
+    """Which rank failed first, how, and its last words."""
+    cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", logs.read_text(errors="replace"), re.S)
+    if cause is None:
+        return f"torchrun ended with exit status {code}; {_last_words(logs)}"
+    rank, status = int(cause[1]), int(cause[2])
+    ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    return f"rank {rank} {ended}; {_last_words(folder / f'rank_{rank}.log')}"
+
+
+def _last_words(path: Path) -> str:
+    line = _last_line(path)
+    return f"{path} ends with: {line}" if line else f"see {path}"
+
+
+def _last_line(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace").strip())
+    except OSError:
+        return ""
+    return lines[-1][-300:]
+
+
+@contextmanager
+def _live_line(text: str, output: Path) -> Iterator[None]:
+    """On a terminal, one line that tells the running job, for how long, and what its first rank said last."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        log.info("%s, running", text)
+        yield
+        return
+    started, ended = time.monotonic(), threading.Event()
+
+    def update(show: Callable[[str], None]) -> None:
+        while not ended.wait(0.5):
+            line = f"{text}, {time.monotonic() - started:.0f} s  {_last_line(output)}"
+            show(escape(line[: max(20, console.width - 4)]))
+
+    with console.status(escape(text)) as status:
+        thread = threading.Thread(target=update, args=[status.update], daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process as Ctrl-C does, with their usual exit status."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        with nullcontext():
+            yield
+        return
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Hydra groups for any app, found through `hydra_plugins/ddpopt`: `strategy` and `hydra/launcher=torchrun`."""
