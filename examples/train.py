@@ -1,27 +1,62 @@
-"""Train a ViT under any strategy: `python examples/train.py strategy=ddpopt_bf16 trainer=cpu`.
+"""Trains a ViT under any strategy, and appends a record of the run.
 
-Groups: model, data, strategy, trainer (see conf/). One run in one process per device, with Lightning's own launcher.
+One run, with Lightning's own launcher:     python examples/train.py strategy=ddpopt_bf16 trainer=cpu
+A sweep, each job under torchrun:           python examples/train.py -m experiment=ddp,bucket_view repeat=0,1,2,3,4
+The table:                                  ddpopt report multirun
+
+Groups: experiment (the article's rungs), model, data, strategy, trainer, transport, measure, workload (see conf/).
 """
 
 import hashlib
-import json
 import logging
+import os
 import resource
+import shlex
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning as L  # noqa: N812
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-from step_clock import StepClock, spread
+from omegaconf import DictConfig, OmegaConf
+from rung_checks import check_rung
+from step_clock import StepClock
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy, Layout
+from lightning_ddpopt import DDPOptStrategy, Layout, Plan
+from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
+from lightning_ddpopt.machine.transport import transports_of_this_process
+from lightning_ddpopt.records import Record, append_record
 from lightning_ddpopt.wrapping import all_reduce_bytes_sent, layout_of
 
 log = logging.getLogger(__name__)
+
+
+def micro_batch(effective: int, micro_batches: int) -> int:
+    """Images of one micro-batch, for `${micro_batch:...}` in configs."""
+    if effective % micro_batches:
+        raise ValueError(f"an effective batch of {effective} cannot be split into {micro_batches} equal micro-batches")
+    return effective // micro_batches
+
+
+OmegaConf.register_new_resolver("micro_batch", micro_batch, replace=True)
+OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
+
+
+class ReadsWrapper(L.Callback):
+    """What DDP was wrapped around the module, stock or ours, and its buckets; None where nothing was wrapped."""
+
+    wrapper: DistributedDataParallel | None = None
+    layout: Layout | None = None
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self.wrapper = trainer.strategy.model
+            self.layout = layout_of(self.wrapper)
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -39,55 +74,100 @@ def checksum(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-class ReadsLayout(L.Callback):
-    """The buckets that DDP formed, stock or ours; None where nothing was wrapped."""
+def commit() -> str | None:
+    """This repository's commit, with `+` if files have changed since; None outside of one."""
+    here = Path(__file__).parent
+    answers = [
+        subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False).stdout.strip()
+        for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    ]
+    return answers[0] + ("+" if answers[1] else "") or None
 
-    layout: Layout | None = None
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self.layout = layout_of(trainer.strategy.model)
+def plan_of(config: DictConfig, strategy: Any) -> Plan | None:
+    """How the run exchanges gradients: ours by its own word, stock DDP by its arguments; None without DDP."""
+    if isinstance(strategy, DDPOptStrategy):
+        return strategy.plan
+    if isinstance(strategy, str):
+        return None
+    arguments = ("static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
+    given = {name: config.strategy[name] for name in arguments if name in config.strategy}
+    return Plan(**({"gradient_as_bucket_view": False} | given))
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> float:
+    """Train once; the objective is the step time in ms."""
     L.seed_everything(config.seed, verbose=False)
-    model = hydra.utils.instantiate(config.model)
-    data = hydra.utils.instantiate(config.data)
+    model: L.LightningModule = hydra.utils.instantiate(config.model)
+    data: L.LightningDataModule = hydra.utils.instantiate(config.data)
     strategy = hydra.utils.instantiate(config.strategy)
-    clock, buckets = StepClock(config.warmup_steps), ReadsLayout()
-    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=[clock, buckets])
+    micro_batches = config.trainer.accumulate_grad_batches
+    clock = StepClock(config.measure.warmup_steps, config.measure.steps, micro_batches)
+    wrapped = ReadsWrapper()
+    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=[clock, wrapped])
 
-    trainer.fit(model, data)
-    loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(trainer.strategy.root_device))
-    peak_mib = peak_memory_mib(trainer.strategy.root_device)
-    times_ms = clock.step_times_ms()
-    if len(times_ms) < 2:
-        raise ValueError(f"trainer.max_steps={config.trainer.max_steps} leaves no step to time: the first"
-                         f" warmup_steps={config.warmup_steps} are left out. Raise max_steps.")  # fmt: skip
-    fast, median, slow = spread(times_ms)
-    figures: dict[str, Any] = {
-        "strategy": HydraConfig.get().runtime.choices["strategy"],
-        "world_size": trainer.world_size,
-        "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
-        "steps_timed": len(times_ms),
-        "steps_per_s": 1000 / median,
-        "steps_per_s_p10": 1000 / slow,
-        "steps_per_s_p90": 1000 / fast,
-        "loss": float(loss),
-        "peak_memory_mib": peak_mib,
-        "parameters": checksum(model),
-        "accuracy": trainer.validate(model, data, verbose=False)[0]["val_accuracy"],
-    }
-    if buckets.layout is not None:
-        exact = all_reduce_bytes_sent(buckets.layout.total_bytes, trainer.world_size)
-        figures["buckets"] = len(buckets.layout.bucket_bytes)
+    trainer.fit(torch.compile(model) if config.compile else model, data)  # type: ignore[arg-type]
+    device = trainer.strategy.root_device
+    loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(device))
+    peak_mib = peak_memory_mib(device)
+    plan = None if trainer.world_size == 1 and wrapped.wrapper is None else plan_of(config, strategy)
+    sent = None
+    if wrapped.layout is not None:
         is_ours = isinstance(strategy, DDPOptStrategy)
-        figures["bytes_sent_per_step"] = strategy.bytes_sent_per_step if is_ours else exact
+        exact = all_reduce_bytes_sent(wrapped.layout.total_bytes, trainer.world_size)
+        sent = strategy.bytes_sent_per_step if is_ours else exact
+    transports: list[str] = []
+    if trainer.world_size > 1:
+        uses_nccl = dist.get_backend() == "nccl"
+        transports = transports_of_this_process() if uses_nccl else [dist.get_backend()]
+    images = config.data.batch_size * micro_batches * trainer.world_size
+    record = Record(
+        rung=config.rung,
+        label=config.label,
+        repeat=config.repeat,
+        measure=config.measure.name,
+        model=HydraConfig.get().runtime.choices["model"],
+        precision=str(config.trainer.precision),
+        compiled=config.compile,
+        device=device_name(device),
+        world_size=trainer.world_size,
+        num_nodes=trainer.num_nodes,
+        images_per_step=images,
+        steps_per_s=clock.steps_per_s(),
+        steps_ms_by_rank=of_all_ranks(clock.steps_ms()),
+        loss=float(loss),
+        peak_memory_mib=round(peak_mib, 1),
+        parameters=checksum(model),
+        plan=plan,
+        bucket_bytes=None if wrapped.layout is None else list(wrapped.layout.bucket_bytes),
+        bytes_sent_per_step=sent,
+        transport_asked=config.transport,
+        transports=sorted({transport for found in of_all_ranks(transports) for transport in found}),
+        accuracy=trainer.validate(model, data, verbose=False)[0]["val_accuracy"],
+        hardware=hardware(),
+        seed=config.seed,
+        command=shlex.join(["train.py", *HydraConfig.get().overrides.task]),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=config.commit or commit(),
+        versions=versions(),
+        variables=exchange_variables(),
+    )
+    check_rung(record, wrapped.wrapper, wrapped.layout, config.trainer.devices)
     if trainer.is_global_zero:
-        log.info("%s", figures)
-        if config.result is not None:
-            Path(hydra.utils.to_absolute_path(config.result)).write_text(json.dumps(figures), encoding="utf-8")
+        append_record(hydra.utils.to_absolute_path(config.record), record)
+        log.info("%s: %.2f ms a step, %.2f steps/s, record in %s", record.label, record.step_ms, record.steps_per_s,
+                 os.path.relpath(config.record))  # fmt: skip
+    return record.step_ms
 
 
 if __name__ == "__main__":
