@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-short test lint format clean
+.PHONY: demo demo-short ladder test lint format clean
 
-demo: $(VENV)/installed ## train one ViT under stock DDP and under ours, and show one table
-	$(BIN)/python examples/demo.py
+demo: $(VENV)/installed ## the short ladder: one run of each rung of the study, and the tables
+	$(BIN)/python examples/ladder.py --short
 
-demo-short: $(VENV)/installed
-	$(BIN)/python examples/demo.py --short
+demo-short: $(VENV)/installed ## three rungs, a few steps: only to see that it works
+	$(BIN)/python examples/ladder.py --short --rungs single,ddp,ddpopt measure.steps=10
+
+ladder: $(VENV)/installed ## the whole ladder on what this machine has, for claims: 5 interleaved repeats
+	$(BIN)/python examples/ladder.py
 
 test: $(VENV)/installed ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu"

@@ -1,0 +1,112 @@
+"""The article's study on this machine: every rung as a job of its own under torchrun, then the report.
+
+python examples/ladder.py            # on GPUs ViT-L/32 over every transport, else a tiny ViT on digits on 2 processes
+python examples/ladder.py --short    # one run of each rung: how it looks, not for claims; CPU: 4 minutes
+python examples/ladder.py --devices 2,4,8 --transports p2p,net workload=bf16_adamw compile=true
+
+Repeats are the outermost loop, so that every rung meets the same drift. If a job fails the others still run, and the
+exit status tells. Records are kept as runs finish: Ctrl-C loses only the running one.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+TRAIN = Path(__file__).with_name("train.py")
+ALONE = ["single", "ddp_1gpu"]
+TOGETHER = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default", "ddpopt"]
+SWEEPS = ["bucket_sweep", "accumulate"]
+PORTS_A_SWEEP = 64
+
+
+def sweeps(arguments: argparse.Namespace, num_gpus: int) -> Iterator[list[str]]:
+    """Overrides of each sweep of one repeat."""
+    is_alone = num_gpus == 1 and arguments.num_nodes == 1
+    if arguments.num_nodes == 1:
+        yield _experiments(arguments, [*ALONE, "ddpopt"] if is_alone else ALONE)
+    if is_alone:
+        return
+    axes: dict[str, list[str]] = {}  # of rungs that are sweeps; left out: those of the experiment
+    if num_gpus == 0:  # the tiny ViT has 2 MiB of gradients and 1280 images to train on
+        axes["bucket_sweep"] = ["strategy.bucket_cap_mb=0.25,1,2000", "strategy.comm_hook=none,bf16"]
+        axes["accumulate"] = ["effective_batch_size=128", "trainer.accumulate_grad_batches=1,4"]
+    elif arguments.short:
+        axes["bucket_sweep"] = ["strategy.bucket_cap_mb=25,2000"]
+        axes["accumulate"] = ["trainer.accumulate_grad_batches=1,4"]
+    for transport in arguments.transports.split(","):
+        where = [f"transport={transport}"] + ([f"trainer.devices={arguments.devices}"] if arguments.devices else [])
+        for rungs in (TOGETHER, *([rung] for rung in SWEEPS)):
+            chosen = _experiments(arguments, rungs)
+            yield chosen and [*where, *chosen, *axes.get(rungs[0], [])]
+
+
+def _experiments(arguments: argparse.Namespace, rungs: list[str]) -> list[str]:
+    chosen = [rung for rung in rungs if rung in arguments.rungs]
+    return [f"experiment={','.join(chosen)}"] if chosen else []
+
+
+def rendezvous(arguments: argparse.Namespace, sweep: int) -> list[str]:
+    """Where the nodes of a sweep meet: no two sweeps at one port, as a node may start its next one earlier."""
+    if arguments.num_nodes == 1:
+        return []
+    host, _, port = arguments.rendezvous.rpartition(":")
+    return [
+        f"trainer.num_nodes={arguments.num_nodes}",
+        f"hydra.launcher.rdzv_endpoint={host}:{int(port) + sweep * PORTS_A_SWEEP}",
+    ]
+
+
+def main() -> int:
+    """Run the sweeps, and show the records of all."""
+    num_gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="one repeat over the transport that NCCL chooses")
+    rungs = [*ALONE, *TOGETHER, *SWEEPS]
+    parser.add_argument("--rungs", default=",".join(rungs), help="only these: %(default)s")
+    parser.add_argument("--repeats", type=int, help="5; with --short 1")
+    parser.add_argument("--devices", default="", help="per machine, for the rungs of several ranks: 2,4,8; else all")
+    parser.add_argument("--transports", help="of auto, p2p, shm, net; else the last three on GPUs, auto with --short")
+    parser.add_argument("--num-nodes", type=int, default=1, help="machines; start the same command on each")
+    parser.add_argument("--rendezvous", default="", help="with several machines: HOST:PORT of one of them")
+    parser.add_argument("--out", type=Path, help="folder for records, logs and report; else below multirun/")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run")
+    arguments = parser.parse_intermixed_args()
+    arguments.rungs = arguments.rungs.split(",")
+    if unknown := sorted(set(arguments.rungs) - set(rungs)):
+        parser.error(f"--rungs: {unknown[0]!r} is none of {', '.join(rungs)}")
+    if (arguments.num_nodes > 1) != bool(arguments.rendezvous):
+        parser.error("several machines need both --num-nodes and --rendezvous")
+    if arguments.transports is None:
+        is_one_node = arguments.num_nodes == 1  # over several, no transport but the network reaches all
+        arguments.transports = "p2p,shm,net" if num_gpus > 1 and is_one_node and not arguments.short else "auto"
+    repeats = arguments.repeats or (1 if arguments.short else 5)
+    out = (arguments.out or Path("multirun", f"ladder_{datetime.now():%Y-%m-%d_%H-%M-%S}")).absolute()
+    records = out / "records.jsonl"
+    # More steps than a claim needs, so that the accuracy on the digits says something.
+    machine = ["model=vit_l_32", "data=synthetic"] if num_gpus else ["trainer=cpu", "data=digits", "measure.steps=120"]
+
+    failed = 0
+    for repeat in range(repeats):
+        for number, overrides in enumerate(filter(None, sweeps(arguments, num_gpus))):
+            folder = out / f"repeat_{repeat}" / f"sweep_{number}"
+            settings = [f"repeat={repeat}", f"record='{records}'", f"hydra.sweep.dir='{folder}'"]
+            meeting = rendezvous(arguments, repeat * 100 + number)
+            command = [*settings, *machine, *overrides, *meeting, *arguments.overrides]
+            failed += subprocess.run([sys.executable, str(TRAIN), "-m", *command], check=False).returncode != 0
+    if records.exists():
+        report = [sys.executable, "-m", "lightning_ddpopt.cli", "report", str(records)]
+        files = [f"--markdown={out / 'report.md'}", f"--png={out / 'report.png'}"]
+        failed += subprocess.run([*report, *files], check=False).returncode != 0
+        print(f"records, logs and report: {out}")
+    if failed:
+        print(f"{failed} sweeps had failed jobs; their output says which, and why", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
