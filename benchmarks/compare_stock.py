@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import time
@@ -33,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddpopt import DDPOptStrategy
+from lightning_ddpopt.machine.environment import exchange_variables, versions
 
 
 def strategies(device: torch.device) -> dict[str, Any]:
@@ -130,12 +130,8 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
         "world_size": int(os.environ["WORLD_SIZE"]),
         "ranks_share_a_gpu": int(os.environ["LOCAL_WORLD_SIZE"]) * torch.cuda.device_count()
         < int(os.environ["WORLD_SIZE"]),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "lightning": L.__version__,
-        "python": platform.python_version(),
-        "nccl_variables": {key: value for key, value in os.environ.items() if key.startswith("NCCL_")},
+        "versions": versions(),
+        "variables": exchange_variables(),
     }
 
 

@@ -9,6 +9,7 @@ exit status tells. Records are kept as runs finish: Ctrl-C loses only the runnin
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,8 @@ def main() -> int:
     # More steps than a claim needs, so that the accuracy on the digits says something.
     machine = ["model=vit_l_32", "data=synthetic"] if num_gpus else ["trainer=cpu", "data=digits", "measure.steps=120"]
 
+    # Unwinds as Ctrl-C does: the running sweep ends, and with it its ranks.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     failed = 0
     for repeat in range(repeats):
         for number, overrides in enumerate(filter(None, sweeps(arguments, num_gpus))):
