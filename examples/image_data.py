@@ -1,10 +1,18 @@
 """What the examples train on: real handwritten digits, or the article's random images."""
 
+from typing import Any
+
 import lightning as L  # noqa: N812
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+
+def shuffled(data: L.LightningDataModule, dataset: Dataset[Any]) -> DistributedSampler[Any]:
+    """The sampler that Lightning gives to DDP, for a single device too, so that it trains on the same batches."""
+    world_size, rank = (data.trainer.world_size, data.trainer.global_rank) if data.trainer is not None else (1, 0)
+    return DistributedSampler(dataset, world_size, rank, shuffle=True, seed=0)
 
 
 class Digits(L.LightningDataModule):
@@ -28,7 +36,8 @@ class Digits(L.LightningDataModule):
         self.val_set = torch.utils.data.Subset(dataset, order[1280:])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+        sampler = shuffled(self, self.train_set)
+        return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         return DataLoader(self.val_set, self.batch_size)  # type: ignore[arg-type]
@@ -62,18 +71,18 @@ class Synthetic(L.LightningDataModule):
         self.batch_size, self.num_images, self.num_workers = batch_size, num_images, num_workers
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        return self._loader(self.num_images, shuffle=True)
+        images = _RandomImages(self.num_images)
+        return self._loader(images, sampler=shuffled(self, images), drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        return self._loader(self.num_images // 16, shuffle=False)
+        return self._loader(_RandomImages(self.num_images // 16))
 
-    def _loader(self, num_images: int, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:
+    def _loader(self, images: _RandomImages, **arguments: Any) -> DataLoader[tuple[Tensor, int]]:
         return DataLoader(
-            _RandomImages(num_images),
+            images,
             self.batch_size,
-            shuffle=shuffle,
-            drop_last=shuffle,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            **arguments,
         )

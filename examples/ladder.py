@@ -34,7 +34,7 @@ def sweeps(arguments: argparse.Namespace, num_gpus: int) -> Iterator[list[str]]:
         return
     axes: dict[str, list[str]] = {}  # of rungs that are sweeps; left out: those of the experiment
     if num_gpus == 0:  # the tiny ViT has 2 MiB of gradients and 1280 images to train on
-        axes["bucket_sweep"] = ["strategy.bucket_cap_mb=0.25,1,2000", "strategy.comm_hook=none,bf16"]
+        axes["bucket_sweep"] = ["strategy.bucket_cap_mb=0.25,2000", "strategy.comm_hook=none,bf16"]
         axes["accumulate"] = ["effective_batch_size=128", "trainer.accumulate_grad_batches=1,4"]
     elif arguments.short:
         axes["bucket_sweep"] = ["strategy.bucket_cap_mb=25,2000"]

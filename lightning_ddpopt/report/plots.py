@@ -104,7 +104,7 @@ def _per_rank(row: Row) -> float:
 
 
 def _transport(row: Row) -> str:
-    return row.key.transport or "none"
+    return row.key.transport or "one rank"
 
 
 def _name(row: Row, with_ranks: bool) -> str:

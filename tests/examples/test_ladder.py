@@ -34,7 +34,7 @@ def test_every_rung(tmp_path: Path) -> None:
     records = {record.label: record for record in found}
     assert len(records) == len(found)
     together = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default", "ddpopt"]
-    sweep = [f"{hook} cap {capacity}" for hook in ("none", "bf16") for capacity in (0.25, 1, 2000)]
+    sweep = [f"{hook} cap {capacity}" for hook in ("none", "bf16") for capacity in (0.25, 2000)]
     assert list(records) == ["single", "ddp_1gpu", *together, *sweep, "accumulate 1", "accumulate 4"]
 
     alone = ("single", "ddp_1gpu")
@@ -57,13 +57,13 @@ def test_every_rung(tmp_path: Path) -> None:
     assert records["accumulate 4"].parameters != records["accumulate 1"].parameters
 
     assert buckets(stock) == buckets(records["bucket_view"]) == buckets(records["none cap 2000"]) == 1
-    assert buckets(records["none cap 0.25"]) > buckets(records["none cap 1"]) > 1
+    assert buckets(records["none cap 0.25"]) > 2
     assert sent(stock) == sum(stock.bucket_bytes or []), "an all-reduce of two ranks sends the payload once"
     assert sent(records["bf16"]) == sent(stock) / 2
     assert sent(records["powersgd"]) < sent(stock) / 20
 
     assert "same bits" in done.stdout
-    assert (tmp_path / "a b" / "report.md").read_text().count("\n| ") == 2 * (1 + len(records))
+    assert (tmp_path / "a b" / "report.md").read_text().count("\n| ") == 2 * (2 + len(records))
     assert (tmp_path / "a b" / "report.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("outputs")), "everything is in the folder that was asked for"
 

@@ -190,9 +190,15 @@ def test_the_table_of_outcomes() -> None:
 
 def test_too_few_runs_are_not_for_claims() -> None:
     notes = [" ".join(tables(section)[0].notes) for section in sections(ladder())]
-    assert "Not for claims: as few as 30 timed steps in a run and 3 runs of a rung" in notes[0]
+    assert "Not for claims: 3 repeats where a claim needs 5. Small" in notes[0]
+    short = [replace(run, steps_ms_by_rank=[[1.0]]) for run in ladder() if run.repeat == 0]
+    assert "1 timed step where a claim needs 30 and 1 repeat where a claim needs 5" in _notes(short)
     enough = [replace(run, repeat=repeat) for run in ladder()[:5] for repeat in range(5)]
     assert "Not for claims" not in " ".join(tables(sections(enough)[0])[0].notes)
+
+
+def _notes(records: list[Record]) -> str:
+    return " ".join(note for section in sections(records) for table in tables(section) for note in table.notes)
 
 
 def test_all_versions_are_told() -> None:
