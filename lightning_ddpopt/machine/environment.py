@@ -10,7 +10,10 @@ import torch
 from lightning_ddpopt import __version__
 
 # Variables that change how gradients travel. Their values may hold names of this machine, which records leave out.
-_PREFIXES = ("NCCL_", "FI_", "GLOO_", "DDPOPT_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
+_PREFIXES = (
+    *("NCCL_", "FI_", "GLOO_", "DDPOPT_", "OMP_NUM_THREADS"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC"),
+)
 _NAMES_OF_THE_MACHINE = frozenset({"NCCL_DEBUG_FILE", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE"})
 
 

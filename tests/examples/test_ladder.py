@@ -79,7 +79,7 @@ def test_a_rung_that_did_something_else_fails_loudly(tmp_path: Path) -> None:
 
 def test_the_ladder_goes_on_after_a_failure_and_tells(tmp_path: Path) -> None:
     options = ["--short", "--rungs", "single,accumulate", "--out", str(tmp_path / "out")]
-    command = [str(EXAMPLES / "ladder.py"), *options, *SHORTEST, "effective_batch_size=130", "repeat=3"]
+    command = [str(EXAMPLES / "ladder.py"), *options, *SHORTEST, "++effective_batch_size=130", "repeat=3"]
     done = run(*command, cwd=tmp_path)
     assert done.returncode == 1
     assert "130 cannot be split into 4 equal micro-batches" in done.stdout + done.stderr
