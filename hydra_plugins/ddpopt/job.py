@@ -6,13 +6,18 @@ import pickle
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, flag_override
 
 from hydra_plugins.ddpopt.pinning import Pins, pin
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_NODES_WAIT = timedelta(minutes=5)  # for each other, at the start and, as torchrun does, at the end of a job
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +30,7 @@ class Job:
         number: `hydra.job.num` and `hydra.job.id`.
         folder: absolute path that becomes `hydra.run.dir`.
         pins: see :class:`~hydra_plugins.ddpopt.pinning.Pins`.
-        result: file for the pickled objective value, written by the first rank of the machine.
+        result: file for the pickled objective value of rank 0, written by the first rank of the machine.
 
     """
 
@@ -36,8 +41,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str) -> "Job":
-        job = pickle.loads(Path(path).read_bytes())
-        assert isinstance(job, cls)
+        job: Job = pickle.loads(Path(path).read_bytes())  # Hydra's scan makes classes twice: no check of its class
         return job
 
     def save(self, path: Path) -> None:
@@ -62,7 +66,7 @@ class TorchrunJob(Callback):
         try:
             self.job = Job.load(self.path)
             if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
-                self.job = replace(self.job, pins=_those_of_rank_zero(self.job.pins))
+                self.job = replace(self.job, pins=_from_rank_zero("pins", self.job.pins))
             with flag_override(config, ["readonly", "struct"], False):
                 config.hydra.run.dir = self.job.folder.replace("${", r"\${")
                 config.hydra.job.num = self.job.number
@@ -73,33 +77,48 @@ class TorchrunJob(Callback):
                              f" from the launcher: {type(error).__name__}: {error}") from error  # fmt: skip
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if os.environ["LOCAL_RANK"] != "0" or job_return.status != JobStatus.COMPLETED:
+        if os.environ["LOCAL_RANK"] != "0":
             return
-        value = job_return.return_value
-        try:
-            pickled = pickle.dumps(value)
-        except Exception as error:
-            log.warning("the job's return value %r cannot be pickled, the sweeper gets None: %s", value, error)
-            pickled = pickle.dumps(None)
-        partial = Path(self.job.result + ".partial")
-        partial.write_bytes(pickled)
-        partial.rename(self.job.result)
+        result = _pickled(job_return.return_value) if job_return.status == JobStatus.COMPLETED else None
+        if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and (result is not None or os.environ["RANK"] == "0"):
+            # A sampling sweeper draws the same values on every node only if it is told the same objective.
+            try:
+                result = _from_rank_zero("result", result)
+            except Exception as error:
+                raise SystemExit(f"hydra/launcher=torchrun: rank 0 of the job told no objective value:"
+                                 f" {type(error).__name__}: {error}") from error  # fmt: skip
+            if result is None and os.environ["RANK"] != "0":
+                raise SystemExit("hydra/launcher=torchrun: rank 0 of the job failed.")
+        if result is not None:
+            partial = Path(self.job.result + ".partial")
+            partial.write_bytes(result)
+            partial.rename(self.job.result)
 
 
-def _those_of_rank_zero(pins: Pins) -> Pins:
-    """Exchange the pins over the nodes, through the store that torchrun's agents keep."""
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        log.warning("the job's return value %r cannot be pickled, the sweeper gets None: %s", value, error)
+        return pickle.dumps(None)
+
+
+def _from_rank_zero(name: str, value: Any) -> Any:
+    """What rank 0 passes as ``value``, on the ranks that call this, through the store that torchrun's agents keep."""
+    store = _agents_store()
+    run, attempt = os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    key = f"ddpopt/{name}/{run}/{attempt}"
+    if os.environ["RANK"] == "0":
+        store.set(key, pickle.dumps(value).hex())
+        return value
+    return pickle.loads(bytes.fromhex(store.get(key).decode()))
+
+
+def _agents_store() -> "TCPStore":
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise RuntimeError("torchrun's agents keep no store; use the c10d rendezvous"
                            " and leave TORCH_DISABLE_SHARE_RDZV_TCP_STORE unset")  # fmt: skip
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60)
-    )
-    key = f"ddpopt/job/{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    if os.environ["RANK"] == "0":
-        store.set(key, pickle.dumps(pins).hex())
-        return pins
-    shared = pickle.loads(bytes.fromhex(store.get(key).decode()))
-    assert isinstance(shared, Pins)
-    return shared
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=_NODES_WAIT)

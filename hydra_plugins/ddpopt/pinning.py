@@ -5,11 +5,14 @@ the user's (random numbers, identifiers): the launching process evaluates these 
 """
 
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 from hydra.core.utils import setup_globals
@@ -22,6 +25,7 @@ TORCHRUN_VARIABLES = frozenset(
 )
 
 _RESOLVER_CALL = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
+_COMPUTED_CALL = re.compile(r"\$\{\s*[\w.]*\$\{[^{}]*\}[\w.]*\s*:")  # ${${which_resolver}:...}
 _SAME_EVERYWHERE = re.compile(r"oc\..*|hydra|now|python_version")
 
 Path = tuple[Any, ...]
@@ -34,7 +38,7 @@ class Pins:
     Args:
         launched_at: the time that ``${now:...}`` tells.
         now: values that ``${now:...}`` has had already in the launching process, by its arguments.
-        values: path in the config and value, for nodes that call a resolver of the user's.
+        values: path in the config and what to assign there, for nodes that call a resolver of the user's.
 
     """
 
@@ -56,11 +60,11 @@ def pin(config: DictConfig, pins: Pins) -> None:
     cache = OmegaConf.get_cache(config)
     cache.setdefault("now", {}).update(pins.now)
     OmegaConf.set_cache(config, cache)
-    with flag_override(config, ["readonly", "struct"], False):
-        for path, value in pins.values:
-            container: Any = config
-            for key in path[:-1]:
-                container = container[key]
+    for path, value in pins.values:
+        container: Any = config
+        for key in path[:-1]:
+            container = container[key]
+        with flag_override(container, ["readonly", "struct"], False):  # the container may have flags of its own
             container[path[-1]] = value
 
 
@@ -71,16 +75,15 @@ def _values(container: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         return
     if OmegaConf.is_interpolation(container, key):
         text = str(OmegaConf.to_container(_only(container, key), resolve=False))
-        if all(_SAME_EVERYWHERE.fullmatch(name) for name in _RESOLVER_CALL.findall(text)):
+        calls = _RESOLVER_CALL.findall(text)
+        if all(_SAME_EVERYWHERE.fullmatch(name) for name in calls) and not _COMPUTED_CALL.search(text):
             return
         try:
-            value = container[key]
-        except Exception:  # not registered yet, or what only a rank knows: each rank evaluates it
+            value = _assignable(container[key])
+            pickle.dumps(value)
+        except Exception:  # not registered yet, what only a rank knows, or no plain value: each rank evaluates it
             return
-        if isinstance(value, Container):
-            value = OmegaConf.to_container(value, resolve=True)
-        if not (isinstance(value, str) and "${" in value):  # would be read as an interpolation
-            yield path, value
+        yield path, value
         return
     child = container[key]
     if isinstance(child, DictConfig):
@@ -89,6 +92,24 @@ def _values(container: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     elif isinstance(child, ListConfig):
         for index in range(len(child)):
             yield from _values(child, (*path, index))
+
+
+def _assignable(value: Any) -> Any:
+    """What makes a node hold ``value`` when it is assigned. Raises TypeError for what configs cannot hold."""
+    if isinstance(value, Container):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: _assignable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_assignable(item) for item in value]
+    if value is None or isinstance(value, bool | bytes | Enum | PurePath):
+        return value
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)  # it is no interpolation
+    for plain in (int, float):  # NumPy's float is a float, but configs take none
+        if isinstance(value, plain):
+            return plain(value)
+    raise TypeError(f"a config cannot hold {value!r}")
 
 
 def _only(container: Any, key: Any) -> ListConfig:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -33,17 +33,26 @@ from hydra.core.utils import (
     filter_overrides,
     setup_globals,
 )
+from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from hydra_plugins.ddpopt.job import Job
 from hydra_plugins.ddpopt.pinning import TORCHRUN_VARIABLES, pins_of
+from hydra_plugins.ddpopt.start import JOB_VARIABLE, SESSION_VARIABLE, escaped
 
 log = logging.getLogger(__name__)
 
 _START = Path(__file__).with_name("start.py")
 _POLL_S = 0.1
+_GRACE_S = 5  # for torchrun itself, when its ranks have ended
+_TRACEBACK = "Traceback (most recent call last):"
+_HYDRAS_LAST_WORDS = "Set the environment variable HYDRA_FULL_ERROR=1"
+
+
+class SweepError(CompactHydraException):
+    """Whose message says all; Hydra prints it without a traceback."""
 
 
 class TorchrunLauncher(Launcher):
@@ -56,7 +65,8 @@ class TorchrunLauncher(Launcher):
     Args:
         nproc_per_node: ranks on this machine, ``"auto"`` for one per GPU and one without GPUs. Read from the config of
             each job, so that ``hydra.launcher.nproc_per_node=${trainer.devices}`` makes it an axis of the sweep.
-        nnodes: machines. The same sweep is started on each; the ranks of all take the first node's resolved values.
+        nnodes: machines. The same sweep is started on each, a sampling one with the same seed; the ranks of all take
+            rank 0's resolved values, and the sweepers of all get rank 0's objective.
         rdzv_endpoint: with several nodes, HOST:PORT of one of them. Job k meets at PORT + k.
         rdzv_id: with several nodes, the same name on all, different for sweeps that run at the same time.
         shutdown_timeout_s: seconds that ranks may take to end after SIGTERM before they are killed.
@@ -93,8 +103,8 @@ class TorchrunLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise RuntimeError("this sweep was started by torchrun, so that every rank would run all of it: start it"
-                               " with python; hydra/launcher=torchrun starts torchrun for each job.")  # fmt: skip
+            raise SweepError("this sweep was started by torchrun, so that every rank would run all of it: start it"
+                             " with python; hydra/launcher=torchrun starts torchrun for each job.")  # fmt: skip
         self.hydra_context = hydra_context
         self.config = config
         self.app = _app()
@@ -105,17 +115,17 @@ class TorchrunLauncher(Launcher):
         log.info("Launching %d jobs under torchrun, output in %s", len(job_overrides), self.config.hydra.sweep.dir)
         with _signals_raise(), tempfile.TemporaryDirectory(prefix="ddpopt_") as scratch:
             jobs = [
-                self._run(initial_job_idx + index, list(overrides), Path(scratch))
-                for index, overrides in enumerate(job_overrides)
+                self._run(initial_job_idx + index, list(overrides), name, Path(scratch))
+                for index, (overrides, name) in enumerate(zip(job_overrides, _names(job_overrides), strict=True))
             ]
         failed = [initial_job_idx + index for index, job in enumerate(jobs) if job.status == JobStatus.FAILED]
         if failed:
             log.error("%d of %d jobs failed: %s", len(failed), len(jobs), ", ".join(f"#{number}" for number in failed))
         return jobs
 
-    def _run(self, number: int, overrides: list[str], scratch: Path) -> JobReturn:
+    def _run(self, number: int, overrides: list[str], name: str, scratch: Path) -> JobReturn:
         """One job from its overrides to its result; a job that cannot run is a failed one."""
-        name = f"#{number} {' '.join(filter_overrides(overrides))}".rstrip()
+        name = f"#{number} {name}".rstrip()
         started = time.monotonic()
         job = JobReturn(overrides=overrides, task_name=JobRuntime.instance().get("name"))
         previous = HydraConfig.instance().cfg
@@ -154,16 +164,17 @@ class TorchrunLauncher(Launcher):
             *(sys.executable, "-m", "torch.distributed.run", "--no-python", f"--nproc-per-node={ranks}"),
             *self._rendezvous(number, overrides),
             *self.torchrun_args,
-            *(sys.executable, str(_START), str(int(signal.SIGKILL)), str(folder / "rank_{RANK}.log")),
-            *app,
+            *(sys.executable, str(_START), str(int(signal.SIGKILL))),
+            *map(escaped, [str(folder / "rank_{RANK}.log"), *app]),
         ]
         logs = folder / ("torchrun.log" if self.nnodes == 1 else f"torchrun_{socket.gethostname()}.log")
+        earlier = logs.stat().st_size if logs.exists() else 0  # of a sweep before this one, or of a job in one folder
         with _live_line(f"{name}: {ranks} ranks", folder / "rank_0.log"):
-            code = self._run_to_its_end(command, logs, str(config.hydra.runtime.cwd))
+            code = self._run_to_its_end(command, logs, str(config.hydra.runtime.cwd), str(description))
         if code != 0:
-            raise RuntimeError(_failure(code, folder, logs))
+            raise SweepError(_failure(code, folder, logs, earlier))
         if not result.exists():
-            raise RuntimeError(f"the ranks ended without an error but did not run the job; see {folder / 'rank_0.log'}")
+            raise SweepError(f"the ranks ended without an error but did not run the job; see {folder / 'rank_0.log'}")
         return pickle.loads(result.read_bytes())
 
     def _rendezvous(self, number: int, overrides: list[str]) -> list[str]:
@@ -179,12 +190,13 @@ class TorchrunLauncher(Launcher):
             f"--rdzv-id={self.rdzv_id}-{number}-{digest}",
         ]
 
-    def _run_to_its_end(self, command: list[str], logs: Path, folder: str) -> int:
+    def _run_to_its_end(self, command: list[str], logs: Path, folder: str, job: str) -> int:
         """Exit status of torchrun; whatever happens, neither it nor its ranks outlive this call."""
         environment = {name: value for name, value in os.environ.items() if not _belongs_to_a_rank(name)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(self.shutdown_timeout_s))
+        environment[JOB_VARIABLE] = job
         process = subprocess.Popen(
-            [sys.executable, str(_START), str(int(signal.SIGTERM)), str(logs), *command],
+            [sys.executable, str(_START), str(int(signal.SIGTERM)), *map(escaped, [str(logs), *command])],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -195,25 +207,33 @@ class TorchrunLauncher(Launcher):
                 time.sleep(_POLL_S)
             return process.returncode
         finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks, which have sessions of their own
-                try:
-                    process.wait(self.shutdown_timeout_s + 5)
-                finally:
-                    process.kill()  # takes ranks that are left with it
-                    process.wait()
+            try:
+                if process.poll() is None:
+                    process.terminate()  # torchrun ends its ranks, which have sessions of their own
+                    with suppress(subprocess.TimeoutExpired):  # which would end the job only, not the sweep
+                        process.wait(self.shutdown_timeout_s + _GRACE_S)
+            finally:
+                process.kill()  # takes ranks that are left with it
+                process.wait()
+                _kill_what_ranks_left(job)
+
+
+def _names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """What tells the jobs of a batch apart: the overrides that not all of them have."""
+    shared = set.intersection(*(set(overrides) for overrides in jobs)) if len(jobs) > 1 else set()
+    return [" ".join(o for o in filter_overrides(overrides) if o not in shared) for overrides in jobs]
 
 
 def _app() -> list[str]:
     """The command that started this process, without its arguments."""
     main = sys.modules["__main__"]
     specification = getattr(main, "__spec__", None)
-    if specification is not None:
+    if specification is not None and specification.name != "__main__":  # which a folder with a __main__.py has
         return [sys.executable, "-u", "-m", specification.name.removesuffix(".__main__")]
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).exists():
-        raise RuntimeError("hydra/launcher=torchrun starts the app again by its file or module, and there is none:"
-                           " start it as `python app.py` or `python -m package.app`.")  # fmt: skip
+        raise SweepError("hydra/launcher=torchrun starts the app again by its file or module, and there is none:"
+                         " start it as `python app.py` or `python -m package.app`.")  # fmt: skip
     return [sys.executable, "-u", str(Path(file).absolute())]
 
 
@@ -223,13 +243,19 @@ def _child_overrides(config: DictConfig, overrides: list[str], description: Path
     flags = {"--config-path": given.config_path, "--config-name": given.config_name, "--config-dir": given.config_dir}
     hydras = [override for override in config.hydra.overrides.hydra if not override.startswith("hydra.mode=")]
     return [
-        *(argument for flag, value in flags.items() if value is not None for argument in (flag, value)),
+        *(f"{flag}={value}" for flag, value in flags.items() if value is not None),
         *hydras,
         *(override for override in overrides if override not in hydras),
         "hydra.mode=RUN",
         "++hydra.callbacks.torchrun_job._target_=hydra_plugins.ddpopt.job.TorchrunJob",
-        f"++hydra.callbacks.torchrun_job.job='{description}'",
+        f"++hydra.callbacks.torchrun_job.job={_quoted(str(description))}",
     ]
+
+
+def _quoted(text: str) -> str:
+    """As a value in Hydra's grammar of overrides."""
+    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), text)
+    return "'" + text.replace("${", r"\${") + "'"
 
 
 def _ranks(nproc_per_node: Any) -> int:
@@ -247,29 +273,52 @@ def _belongs_to_a_rank(variable: str) -> bool:
     return variable in TORCHRUN_VARIABLES or variable.startswith("TORCHELASTIC_")
 
 
-def _failure(code: int, folder: Path, logs: Path) -> str:
-    """Which rank failed first, how, and its last words."""
-    cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", logs.read_text(errors="replace"), re.S)
+def _kill_what_ranks_left(job: str) -> None:
+    """Kill what ranks started and left in their sessions, which torchrun stops only with a living rank."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = process.joinpath("environ").read_bytes().split(b"\0")
+            session = os.getsid(int(process.name))
+            marks = {f"{JOB_VARIABLE}={job}".encode(), f"{SESSION_VARIABLE}={session}".encode()}
+            if marks <= set(environment):
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:  # another user's, or it has ended
+            continue
+
+
+def _failure(code: int, folder: Path, logs: Path, earlier: int) -> str:
+    """Which rank failed first, how, and its last words. The first ``earlier`` bytes of ``logs`` are not this job's."""
+    text = logs.read_bytes()[earlier:].decode(errors="replace")
+    cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.S)
     if cause is None:
-        return f"torchrun ended with exit status {code}; {_last_words(logs)}"
+        return f"torchrun {_ended(code)}; {_last_words(logs)}"
     rank, status = int(cause[1]), int(cause[2])
-    ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    return f"rank {rank} {ended}; {_last_words(folder / f'rank_{rank}.log')}"
+    return f"rank {rank} {_ended(status)}; {_last_words(folder / f'rank_{rank}.log', of_an_exception=status > 0)}"
 
 
-def _last_words(path: Path) -> str:
-    line = _last_line(path)
-    return f"{path} ends with: {line}" if line else f"see {path}"
+def _ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
 
-def _last_line(path: Path) -> str:
+def _last_words(path: Path, of_an_exception: bool = False) -> str:
+    said = _last_lines(path)
+    if not said:
+        return f"see {path}"
+    line = said[-1]
+    if of_an_exception and _TRACEBACK in said:
+        trace = said[len(said) - said[::-1].index(_TRACEBACK) :]
+        line = next((words for words in trace if not words.startswith(" ")), line)
+    return f"{path} ends with: {line[:300]}"
+
+
+def _last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace").strip())
+            file.seek(max(0, path.stat().st_size - 8192))
+            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
     except OSError:
-        return ""
-    return lines[-1][-300:]
+        return []
+    return [line.rstrip() for line in lines if line.strip() and not line.startswith(_HYDRAS_LAST_WORDS)]
 
 
 @contextmanager
@@ -287,7 +336,7 @@ def _live_line(text: str, output: Path) -> Iterator[None]:
 
     def update(show: Callable[[str], None]) -> None:
         while not ended.wait(0.5):
-            line = f"{text}, {time.monotonic() - started:.0f} s  {_last_line(output)}"
+            line = f"{text}, {time.monotonic() - started:.0f} s  {' '.join(_last_lines(output)[-1:])}"
             show(escape(line[: max(20, console.width - 4)]))
 
     with console.status(escape(text)) as status:
@@ -308,8 +357,7 @@ def _signals_raise() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
-        with nullcontext():
-            yield
+        yield
         return
     previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
