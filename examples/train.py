@@ -153,7 +153,7 @@ def main(config: DictConfig) -> float:
         bytes_sent_per_step=sent,
         transport_asked=config.transport,
         transports=sorted({transport for found in of_all_ranks(transports) for transport in found}),
-        accuracy=trainer.validate(model, data, verbose=False)[0]["val_accuracy"],
+        accuracy=trainer.validate(model, data, verbose=False)[0]["val_accuracy"] if trainer.limit_val_batches else None,
         hardware=hardware(),
         seed=config.seed,
         command=shlex.join(["train.py", *HydraConfig.get().overrides.task]),
