@@ -13,13 +13,31 @@ from lightning_ddpopt import twin
 from lightning_ddpopt.plan import HookSpec, Plan
 
 if TYPE_CHECKING:
+    from lightning_ddpopt.profiling.capture import NsysCallback
+    from lightning_ddpopt.profiling.monitor import OverlapMonitor
+    from lightning_ddpopt.profiling.nvtx import NVTXProfiler
     from lightning_ddpopt.strategy import DDPOptStrategy
     from lightning_ddpopt.wrapping import Layout
 
 __version__ = "0.1.0"
-__all__ = ["DDPOptStrategy", "HookSpec", "Layout", "Plan", "__version__"]
+__all__ = [
+    "DDPOptStrategy",
+    "HookSpec",
+    "Layout",
+    "NVTXProfiler",
+    "NsysCallback",
+    "OverlapMonitor",
+    "Plan",
+    "__version__",
+]
 
-_LAZY = {"DDPOptStrategy": "lightning_ddpopt.strategy", "Layout": "lightning_ddpopt.wrapping"}
+_LAZY = {
+    "DDPOptStrategy": "lightning_ddpopt.strategy",
+    "Layout": "lightning_ddpopt.wrapping",
+    "NVTXProfiler": "lightning_ddpopt.profiling.nvtx",
+    "NsysCallback": "lightning_ddpopt.profiling.capture",
+    "OverlapMonitor": "lightning_ddpopt.profiling.monitor",
+}
 
 
 def __getattr__(name: str) -> Any:

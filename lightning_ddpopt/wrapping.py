@@ -311,6 +311,17 @@ def layout_of(ddp: DistributedDataParallel) -> Layout:
     return Layout(tuple(int(size) for size in str(sizes).split(",")), rebuilt=bool(rebuilt))
 
 
+def bucket_parameters(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
+    """The parameters of each bucket in the order in which their gradients became ready when DDP formed the buckets.
+
+    Empty while DDP has not formed its buckets in that order.
+
+    """
+    text = str(ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
+    reduced = [p for _, p in reduced_parameters(ddp.module, ddp.parameters_to_ignore) if p.requires_grad]
+    return [[reduced[int(index)] for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+
+
 def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether DDP forms its buckets anew in gradient-ready order: not while it looks for unused parameters."""
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
