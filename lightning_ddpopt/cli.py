@@ -62,5 +62,54 @@ def report(
         markdown.write_text("\n".join(table.markdown() for table in shown), encoding="utf-8")
 
 
+@app.command()
+def analyze(
+    reports: Annotated[
+        list[Path],
+        typer.Argument(help="Traces of one run, one a rank: .nsys-rep, .sqlite, .json, .json.gz; or a directory."),
+    ],
+    baseline: Annotated[
+        list[Path] | None, typer.Option(help="A trace, or a directory of some, of the run before; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page that needs no network to this file.")] = None,
+) -> None:
+    """Show where a step's time goes, from traces of nsys or torch.profiler, and what to change."""
+    try:
+        import pandas  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter("this needs pandas: pip install 'lightning_ddpopt[profile]'.") from error
+    import json
+
+    from rich.console import Console
+
+    from lightning_ddpopt.profiling.analysis import analyze as analyzed
+    from lightning_ddpopt.profiling.findings import as_dict, findings
+    from lightning_ddpopt.profiling.tables import before_after_table, findings_text, tables
+    from lightning_ddpopt.profiling.traces import TraceError, load
+
+    try:
+        after = analyzed(load(reports))
+        before = analyzed(load(baseline)) if baseline else None
+    except TraceError as error:
+        raise typer.BadParameter(str(error)) from error
+    if html is not None:
+        from lightning_ddpopt.profiling.page import page
+
+        html.write_text(page(after, before), encoding="utf-8")
+    if as_json:
+        made = as_dict(after) | ({"baseline": as_dict(before)} if before is not None else {})
+        typer.echo(json.dumps(made, indent=2, allow_nan=False))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file or a pipe has no width to keep to
+    for table in tables(after):
+        console.print(table)
+    console.print(findings_text(findings(after)))
+    if before is not None:
+        console.print(before_after_table(before, after))
+
+
 if __name__ == "__main__":
     app()
