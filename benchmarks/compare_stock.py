@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,21 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddpopt import DDPOptStrategy
+from lightning_ddpopt import DDPOptStrategy, NsysCallback, OverlapMonitor
 from lightning_ddpopt.machine.environment import exchange_variables, versions
+
+# Variant -> a callback whose own cost is to be seen, under stock `ddp`.
+CALLBACKS: dict[str, Callable[[], L.Callback]] = {
+    "ddp, NsysCallback not yet open": lambda: NsysCallback(warmup_steps=10**9),
+    "ddp, OverlapMonitor": OverlapMonitor,
+}
 
 
 def strategies(device: torch.device) -> dict[str, Any]:
     """Variant -> what makes its strategy. `ddp` is what the others are compared with."""
     if int(os.environ["WORLD_SIZE"]) == 1:
-        return {"ddp": DDPStrategy, "single": lambda: SingleDeviceStrategy(device), "ddpopt": DDPOptStrategy}
+        alone = {"ddp": DDPStrategy, "single": lambda: SingleDeviceStrategy(device), "ddpopt": DDPOptStrategy}
+        return alone | dict.fromkeys(CALLBACKS, DDPStrategy)
 
     def stock_powersgd() -> Strategy:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -52,6 +60,7 @@ def strategies(device: torch.device) -> dict[str, Any]:
         "ddpopt bf16 cap 50": lambda: DDPOptStrategy(bucket_cap_mb=50, comm_hook="bf16"),
         "ddp powersgd cap 2000": stock_powersgd,
         "ddpopt powersgd cap 2000": lambda: DDPOptStrategy(bucket_cap_mb=2000, comm_hook="powersgd"),
+        **dict.fromkeys(CALLBACKS, DDPStrategy),
     }
 
 
@@ -88,7 +97,9 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters())
 
 
-def run_once(strategy: Strategy, module: Classifier, steps: int, warmup: int) -> dict[str, Any]:
+def run_once(
+    strategy: Strategy, callbacks: list[L.Callback], module: Classifier, steps: int, warmup: int
+) -> dict[str, Any]:
     """One fit; this rank's step times in ms after the warm-up, and what it took."""
     torch.cuda.reset_peak_memory_stats()
     local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -97,6 +108,7 @@ def run_once(strategy: Strategy, module: Classifier, steps: int, warmup: int) ->
         devices=local,
         num_nodes=int(os.environ["WORLD_SIZE"]) // local,
         strategy=strategy,
+        callbacks=callbacks,
         max_steps=warmup + steps,
         logger=False,
         enable_checkpointing=False,
@@ -141,12 +153,12 @@ def summary(records: list[dict[str, Any]]) -> str:
     for record in records:
         medians = [statistics.median(steps) for steps in record["steps_ms_by_rank"]]
         by_variant.setdefault(record["variant"], {})[record["repeat"]] = max(medians)
-    lines = [f"{'variant':28}{'median ms':>10}{'min':>9}{'max':>9}{'- ddp':>9}{'min':>9}{'max':>9}"]
+    lines = [f"{'variant':32}{'median ms':>10}{'min':>9}{'max':>9}{'- ddp':>9}{'min':>9}{'max':>9}"]
     for variant, repeats in by_variant.items():
         values = list(repeats.values())
         paired = [value - by_variant["ddp"][repeat] for repeat, value in repeats.items()]
         figures = [f(numbers) for numbers in (values, paired) for f in (statistics.median, min, max)]
-        lines.append(f"{variant:28}{figures[0]:10.2f}" + "".join(f"{figure:9.2f}" for figure in figures[1:]))
+        lines.append(f"{variant:32}{figures[0]:10.2f}" + "".join(f"{figure:9.2f}" for figure in figures[1:]))
     return "\n".join(lines)
 
 
@@ -182,7 +194,8 @@ def main() -> None:
     for repeat in range(arguments.repeats):
         for variant in chosen:
             started = time.perf_counter()
-            result = run_once(makers[variant](), module, arguments.steps, arguments.warmup)
+            callbacks = [CALLBACKS[variant]()] if variant in CALLBACKS else []
+            result = run_once(makers[variant](), callbacks, module, arguments.steps, arguments.warmup)
             gc.collect()
             steps: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(steps, result.pop("steps_ms"))

@@ -114,7 +114,8 @@ def main(config: DictConfig) -> float:
     micro_batches = config.trainer.accumulate_grad_batches
     clock = StepClock(config.measure.warmup_steps, config.measure.steps, micro_batches)
     wrapped = ReadsWrapper()
-    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=[clock, wrapped])
+    callbacks = [clock, wrapped, *hydra.utils.instantiate(config.callbacks)]
+    trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy, callbacks=callbacks)
 
     trainer.fit(torch.compile(model) if config.compile else model, data)  # type: ignore[arg-type]
     device = trainer.strategy.root_device

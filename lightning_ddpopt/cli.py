@@ -111,5 +111,59 @@ def analyze(
         console.print(before_after_table(before, after))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def nsys(
+    program: Annotated[list[str], typer.Argument(help="After `--`: the program and its arguments, as train.py ARGS.")],
+    nproc: Annotated[int | None, typer.Option(help="Ranks; else one per GPU, without a GPU one.")] = None,
+    output: Annotated[str, typer.Option(help="Beginning of the reports' names; _rank_N is added.")] = "ddpopt",
+    trace: Annotated[
+        str | None, typer.Option(help="nsys's --trace; else cuda,nvtx, and nccl where it is known.")
+    ] = None,
+    warmup_steps: Annotated[int, typer.Option(help="Optimizer steps before those that are recorded.")] = 10,
+    profile_steps: Annotated[int, typer.Option(help="Optimizer steps that are recorded.")] = 3,
+    nccl_debug: Annotated[str | None, typer.Option(help="Keep NCCL's log at this level, as INFO.")] = None,
+    profiler: Annotated[str, typer.Option(help="nsys; or torch, which needs no nsys and works on a CPU.")] = "nsys",
+) -> None:
+    """Run a program under torchrun, every rank with a profiler of its own: a report a rank."""
+    import torch
+    from rich.console import Console
+
+    from lightning_ddpopt.machine.transport import transports_in
+    from lightning_ddpopt.profiling import nsys as runner
+
+    if profiler not in ("nsys", "torch"):
+        raise typer.BadParameter(f"--profiler {profiler}: must be nsys or torch.")
+    gpus, console = torch.cuda.device_count(), Console(stderr=True)
+    profile = runner.Profile(
+        program=tuple(program),
+        nproc=nproc or max(1, gpus),
+        output=output,
+        trace=trace,
+        warmup_steps=warmup_steps,
+        profile_steps=profile_steps,
+        nccl_debug=nccl_debug,
+        uses_cuda=gpus > 0,
+    )
+    try:
+        path = runner.find_nsys() if profiler == "nsys" else None
+        of = runner.nsys_version(path) if path is not None else (0, 0)
+        warning = runner.too_old(of, runner.cuda_of_torch()) if path is not None and gpus else None
+        if warning is not None:
+            console.print(f"[yellow]{warning}[/]")
+        reports = runner.run(profile, profiler, path, of)
+    except runner.NsysError as error:
+        console.print(f"[red]ddpopt nsys:[/] {error}", highlight=False)
+        raise typer.Exit(1) from error
+    logs = [
+        log.read_text(errors="replace") for log in Path(output).absolute().parent.glob(f"{Path(output).name}_nccl_*")
+    ]
+    if logs:
+        console.print(
+            f"transport: {', '.join(transports_in(''.join(logs))) or 'none that NCCL tells'}", highlight=False
+        )
+    console.print("Reports:", *reports, sep="\n  ", highlight=False)
+    console.print(f"Next: ddpopt analyze {' '.join(reports)}", highlight=False)
+
+
 if __name__ == "__main__":
     app()

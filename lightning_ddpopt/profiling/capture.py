@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddpopt.messages import say_here
+from lightning_ddpopt.profiling.nsys import OUTPUT_VARIABLE, PROFILER_VARIABLE
 from lightning_ddpopt.profiling.nvtx import COLOURS, KinetoRanges, NvtxRanges, Ranges, StepRanges
 from lightning_ddpopt.wrapping import bucket_parameters
 
@@ -22,9 +23,6 @@ log = logging.getLogger(__name__)
 
 CAPTURE_RANGE = "capture"
 """The NVTX range around the window, for `nsys --capture-range=nvtx --nvtx-capture=capture@ddpopt`."""
-
-PROFILER_VARIABLE = "DDPOPT_PROFILER"
-OUTPUT_VARIABLE = "DDPOPT_PROFILE_OUTPUT"
 
 
 class NsysCallback(Callback):
@@ -47,6 +45,7 @@ class NsysCallback(Callback):
             no nsys. None: what the variable DDPOPT_PROFILER says, else ``"nsys"``.
         output: path and beginning of the files' names for ``"torch"``. None: what the variable DDPOPT_PROFILE_OUTPUT
             says, else ``"ddpopt"``.
+        gives_way: do nothing if the Trainer has another NsysCallback.
 
     Raises:
         ValueError: a count below 0 or without steps to profile, an unknown profiler, or ranks that are none.
@@ -60,6 +59,7 @@ class NsysCallback(Callback):
         ranks: Literal["all"] | Collection[int] = "all",
         profiler: Literal["nsys", "torch"] | None = None,
         output: str | None = None,
+        gives_way: bool = False,
     ) -> None:
         if warmup_steps < 0 or profile_steps < 1:
             raise ValueError(f"NsysCallback(warmup_steps={warmup_steps}, profile_steps={profile_steps}): warmup_steps"
@@ -72,7 +72,7 @@ class NsysCallback(Callback):
         if chosen not in ("nsys", "torch"):
             raise ValueError(f"NsysCallback(profiler={chosen!r}): must be 'nsys' or 'torch'.")
         self.warmup_steps, self.profile_steps, self.ranks = warmup_steps, profile_steps, ranks
-        self.profiler = chosen
+        self.profiler, self.gives_way = chosen, gives_way
         self.output = output or os.environ.get(OUTPUT_VARIABLE, "ddpopt")
         self._window: _Window | None = None
         self._steps = 0
@@ -81,7 +81,9 @@ class NsysCallback(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps, self._global_step = 0, trainer.global_step
-        self._is_done = self.ranks != "all" and trainer.global_rank not in self.ranks
+        others = [c for c in trainer.callbacks if isinstance(c, NsysCallback) and c is not self]  # type: ignore[attr-defined]
+        is_chosen = self.ranks == "all" or trainer.global_rank in self.ranks
+        self._is_done = not is_chosen or (self.gives_way and bool(others))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.warmup_steps == 0 and not self._is_done:
