@@ -157,7 +157,7 @@ def main(config: DictConfig) -> float:
         accuracy=trainer.validate(model, data, verbose=False)[0]["val_accuracy"] if trainer.limit_val_batches else None,
         hardware=hardware(),
         seed=config.seed,
-        command=shlex.join(["train.py", *HydraConfig.get().overrides.task]),
+        command=shlex.join(["train.py", *(o for o in HydraConfig.get().overrides.task if not o.startswith("record="))]),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=config.commit or commit(),
         versions=versions(),

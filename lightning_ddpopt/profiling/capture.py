@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import lightning as L  # noqa: N812
@@ -150,6 +150,7 @@ class NsysCallback(Callback):
     def _open(self, trainer: L.Trainer) -> None:
         output = f"{self.output}_rank_{trainer.global_rank}.json.gz"
         self._window = _Window(self.profiler, trainer.strategy.root_device, output)
+        self._window.add_optimizers(trainer.optimizers)
         self._window.add_buckets(trainer.strategy)
         self._window.steps.begin(self._global_step)
 
@@ -166,6 +167,7 @@ class _Window:
     def __init__(self, profiler: str, device: torch.device, output: str) -> None:
         self._device, self._output = device, output
         self._handles: list[RemovableHandle] = []
+        self._has_buckets = False
         self._kineto: torch.profiler.profile | None = None
         self.ranges: Ranges = NvtxRanges() if profiler == "nsys" else KinetoRanges()
         self.steps = StepRanges(self.ranges)
@@ -180,13 +182,20 @@ class _Window:
                 torch.cuda.profiler.start()
         self.ranges.push(CAPTURE_RANGE, COLOURS["capture"])
 
+    def add_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """`optimizer step` ends with the step, not with the batch, after which other callbacks may take long."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                handle = optimizer.register_step_post_hook(lambda *_: self.steps.after_optimizer_step())
+                self._handles.append(handle)
+
     def add_buckets(self, strategy: Any) -> None:
         """A range for each bucket, around the gradient that completes it, after which DDP starts its reduction.
 
         Does nothing while DDP has not told its buckets, which it does in the first four steps after a wrap.
 
         """
-        if self._handles or not isinstance(strategy.model, DistributedDataParallel):
+        if self._has_buckets or not isinstance(strategy.model, DistributedDataParallel):
             return
         hook = str(strategy.plan.hook) if hasattr(strategy, "plan") else "none"
         for index, parameters in enumerate(bucket_parameters(strategy.model)):
@@ -194,6 +203,7 @@ class _Window:
             bucket = _BucketRange(self.ranges, f"bucket {index} {size} bytes {hook}", strategy.model)
             node = torch.autograd.graph.get_gradient_edge(parameters[-1]).node
             # DDP's own hook on the node runs between these two: it was registered at the wrap.
+            self._has_buckets = True
             self._handles += [node.register_prehook(bucket.open), node.register_hook(bucket.close)]
 
     def close(self) -> None:

@@ -124,9 +124,8 @@ class Section:
 
     @property
     def single(self) -> Row | None:
-        """One device without DDP: the limit."""
-        alone = [row for row in self.rows if row.key.world_size == 1 and row.key.plan is None]
-        return next((row for row in alone if row.key.rung == SINGLE), alone[0] if alone else None)
+        """The rung of one device without DDP: the limit."""
+        return next((row for row in self.rows if row.key.rung == SINGLE), None)
 
     def reference(self, row: Row) -> Row:
         """What `row` is compared with: stock DDP on the same ranks and transport, or else the first rung there."""

@@ -9,7 +9,8 @@ writes NAME.json.gz. Nothing that names a machine, a user or a path is kept.
 
 The committed traces: two ranks on two H200s, torchvision ViT-B/32, batch 32 per rank, fp32, two steps, static graph,
 nsys 2025.3 and torch.profiler in separate runs. cap2000: one bucket, over SHM. cap25: 13 buckets, over SHM. noview: 13
-buckets without bucket view, over P2P. `make_gloo_traces.py` made the gloo ones.
+buckets without bucket view, over P2P. callback: `ddpopt nsys` with our NsysCallback, two ranks that share one H200 over
+sockets, ViT-L/32 in 11 buckets of 100 MiB, batch 32, three steps. `make_gloo_traces.py` made the gloo ones.
 """
 
 import gzip
