@@ -43,7 +43,7 @@ def test_every_rung(tmp_path: Path) -> None:
         assert record.world_size == len(record.steps_ms_by_rank) == ranks
         assert record.transports == ([] if label in alone else ["gloo"])
         assert all(len(steps) == 2 for steps in record.steps_ms_by_rank)
-        assert record.images_per_step == ranks * (128 if record.rung == "accumulate" else 32)
+        assert record.images_per_step == ranks * (64 if record.rung == "accumulate" else 32)
     assert records["single"].plan is None
     assert records["single"].parameters == records["ddp_1gpu"].parameters
 
@@ -79,10 +79,10 @@ def test_a_rung_that_did_something_else_fails_loudly(tmp_path: Path) -> None:
 
 def test_the_ladder_goes_on_after_a_failure_and_tells(tmp_path: Path) -> None:
     options = ["--short", "--rungs", "single,accumulate", "--out", str(tmp_path / "out")]
-    command = [str(EXAMPLES / "ladder.py"), *options, *SHORTEST, "++effective_batch_size=130", "repeat=3"]
+    command = [str(EXAMPLES / "ladder.py"), *options, *SHORTEST, "++effective_batch_size=66", "repeat=3"]
     done = run(*command, cwd=tmp_path)
     assert done.returncode == 1
-    assert "130 cannot be split into 4 equal micro-batches" in done.stdout + done.stderr
+    assert "66 cannot be split into 4 equal micro-batches" in done.stdout + done.stderr
     labels = [(record.label, record.repeat) for record in read_records([tmp_path / "out"])]
     assert labels == [("single", 3), ("accumulate 1", 3)]
     assert "1 sweeps had failed jobs" in done.stderr
