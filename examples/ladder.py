@@ -87,7 +87,6 @@ def main() -> int:
         arguments.transports = "p2p,shm,net" if num_gpus > 1 and is_one_node and not arguments.short else "auto"
     repeats = arguments.repeats or (1 if arguments.short else 5)
     out = (arguments.out or Path("multirun", f"ladder_{datetime.now():%Y-%m-%d_%H-%M-%S}")).absolute()
-    records = out / "records.jsonl"
     if num_gpus:  # there is no accuracy on random labels
         machine = ["model=vit_l_32", "data=synthetic", "trainer.limit_val_batches=0"]
     else:  # more steps than a claim needs, so that the accuracy on the digits says something
@@ -99,12 +98,12 @@ def main() -> int:
     for repeat in range(repeats):
         for number, overrides in enumerate(filter(None, sweeps(arguments, num_gpus))):
             folder = out / f"repeat_{repeat}" / f"sweep_{number}"
-            settings = [f"repeat={repeat}", f"record='{records}'", f"hydra.sweep.dir='{folder}'"]
+            settings = [f"repeat={repeat}", f"hydra.sweep.dir='{folder}'"]
             meeting = rendezvous(arguments, repeat * 100 + number)
             command = [*settings, *machine, *overrides, *meeting, *arguments.overrides]
             failed += subprocess.run([sys.executable, str(TRAIN), "-m", *command], check=False).returncode != 0
-    if records.exists():
-        report = [sys.executable, "-m", "lightning_ddpopt.cli", "report", str(records)]
+    if any(out.rglob("record.jsonl")):  # of several machines, the one with rank 0 has them
+        report = [sys.executable, "-m", "lightning_ddpopt.cli", "report", str(out)]
         files = [f"--markdown={out / 'report.md'}", f"--png={out / 'report.png'}"]
         failed += subprocess.run([*report, *files], check=False).returncode != 0
         print(f"records, logs and report: {out}")

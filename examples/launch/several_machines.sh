@@ -12,8 +12,8 @@
 #   python examples/train.py -m experiment=bf16 model=vit_l_32 data=synthetic trainer.num_nodes=2 \
 #       hydra.launcher.rdzv_endpoint=node0:29500 hydra.sweep.dir=multirun/bf16
 #
-# Sweeps must be the same on all: use Hydra's basic sweeper, or one with a seed. Machines whose sweeps drew other values
-# do not meet, and fail. If NCCL's transport in the table is NET/Socket although there is EFA or InfiniBand, its network
+# Sweeps must be the same on all: use Hydra's basic sweeper, or one with a seed; a machine whose job is another fails and
+# says so. If NCCL's transport in the table is NET/Socket although there is EFA or InfiniBand, its network
 # plugin is not loaded. What to expect: over 200 Gbit/s, a hook (bf16, PowerSGD) gains more than on one machine.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

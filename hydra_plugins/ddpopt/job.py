@@ -66,6 +66,7 @@ class TorchrunJob(Callback):
         try:
             self.job = Job.load(self.path)
             if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+                _check_that_nodes_agree(list(config.hydra.overrides.task))
                 self.job = replace(self.job, pins=_from_rank_zero("pins", self.job.pins))
             with flag_override(config, ["readonly", "struct"], False):
                 config.hydra.run.dir = self.job.folder.replace("${", r"\${")
@@ -95,6 +96,25 @@ class TorchrunJob(Callback):
             partial.rename(self.job.result)
 
 
+def _check_that_nodes_agree(overrides: list[str]) -> None:
+    """All nodes must run the same job: another command, or a sampling sweeper without a seed, would give them others.
+
+    Each node tells its overrides to all, so that all of them stop.
+
+    Raises:
+        ValueError: they differ.
+
+    """
+    store, first = _agents_store(), ""
+    store.set(f"{_key('overrides')}/{os.environ['GROUP_RANK']}", " ".join(overrides))
+    for node in range(int(os.environ["GROUP_WORLD_SIZE"])):
+        told = store.get(f"{_key('overrides')}/{node}").decode()
+        first = first if node else told
+        if told != first:
+            raise ValueError(f"node {node} of the job was given {told!r}, and node 0 {first!r}. Start the same command"
+                             " on every node, and give a sampling sweeper a seed.")  # fmt: skip
+
+
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
@@ -106,12 +126,14 @@ def _pickled(value: Any) -> bytes:
 def _from_rank_zero(name: str, value: Any) -> Any:
     """What rank 0 passes as ``value``, on the ranks that call this, through the store that torchrun's agents keep."""
     store = _agents_store()
-    run, attempt = os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    key = f"ddpopt/{name}/{run}/{attempt}"
     if os.environ["RANK"] == "0":
-        store.set(key, pickle.dumps(value).hex())
+        store.set(_key(name), pickle.dumps(value).hex())
         return value
-    return pickle.loads(bytes.fromhex(store.get(key).decode()))
+    return pickle.loads(bytes.fromhex(store.get(_key(name)).decode()))
+
+
+def _key(name: str) -> str:
+    return f"ddpopt/{name}/{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 
 
 def _agents_store() -> "TCPStore":

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class TorchrunLauncher(Launcher):
         app = [*self.app, *_child_overrides(config, overrides, description)]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--no-python", f"--nproc-per-node={ranks}"),
-            *self._rendezvous(number, overrides),
+            *self._rendezvous(number),
             *self.torchrun_args,
             *(sys.executable, str(_START), str(int(signal.SIGKILL))),
             *map(escaped, [str(folder / "rank_{RANK}.log"), *app]),
@@ -177,17 +177,19 @@ class TorchrunLauncher(Launcher):
             raise SweepError(f"the ranks ended without an error but did not run the job; see {folder / 'rank_0.log'}")
         return pickle.loads(result.read_bytes())
 
-    def _rendezvous(self, number: int, overrides: list[str]) -> list[str]:
+    def _rendezvous(self, number: int) -> list[str]:
         if self.rdzv_endpoint is None:  # torchrun takes a free port and keeps it: no other job can get it in between
             return ["--standalone", "--local-addr=127.0.0.1"]
         host, _, port = self.rdzv_endpoint.rpartition(":")
-        # Nodes whose sweeps drew other values must not meet: they wait for each other, and fail.
-        digest = sha256("\0".join(overrides).encode()).hexdigest()[:12]
         return [
             f"--nnodes={self.nnodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={host}:{int(port) + number}",
-            f"--rdzv-id={self.rdzv_id}-{number}-{digest}",
+            f"--rdzv-id={self.rdzv_id}-{number}",
+            # torchrun (2.14) asks whether this machine's host name resolves to the endpoint, and tells the other nodes
+            # that name: both fail where the name stands for another interface than the endpoint's, or for none.
+            *([] if _is_loopback(host) else [f"--rdzv-conf=is_host={int(_is_this_machine(host))}"]),
+            f"--local-addr={_address_towards(host)}",
         ]
 
     def _run_to_its_end(self, command: list[str], logs: Path, folder: str, job: str) -> int:
@@ -216,6 +218,29 @@ class TorchrunLauncher(Launcher):
                 process.kill()  # takes ranks that are left with it
                 process.wait()
                 _kill_what_ranks_left(job)
+
+
+def _is_loopback(host: str) -> bool:
+    return all(ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM))
+
+
+def _is_this_machine(host: str) -> bool:
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the interface that reaches ``host``."""
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _names(jobs: Sequence[Sequence[str]]) -> list[str]:

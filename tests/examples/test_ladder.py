@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 def test_every_rung(tmp_path: Path) -> None:
     done = run(str(EXAMPLES / "ladder.py"), "--short", "--out", str(tmp_path / "a b"), *SHORTEST, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_records([tmp_path / "a b" / "records.jsonl"])
+    found = read_records([tmp_path / "a b"])
     records = {record.label: record for record in found}
     assert len(records) == len(found)
     together = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default", "ddpopt"]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -444,26 +444,41 @@ def test_the_jobs_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 # ---- several nodes
 
 
-def test_two_nodes_share_a_job(tmp_path: Path) -> None:
-    nodes = [tmp_path / "node_0", tmp_path / "node_1"]
+def on_two_nodes(tmp_path: Path, *arguments: str, of_node: Callable[[int], list[str]]) -> list[tuple[Path, int]]:
+    """Folder and exit status of two launchers that meet on this machine."""
     meeting = ["hydra.launcher.nnodes=2", f"hydra.launcher.rdzv_endpoint=127.0.0.1:{free_port()}"]
-    sampler = ["hydra/sweeper=drawing", "hydra.sweeper.jobs=1", "hydra.sweeper.seed=7"]
+    nodes = [tmp_path / "node_0", tmp_path / "node_1"]
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for node in nodes:
+        for index, node in enumerate(nodes):
             node.mkdir()
-            arguments = command(node, *meeting, *sampler, "hydra.sweeper.record=record.json")
+            words = command(node, *meeting, *arguments, *of_node(index))
             with (node / "output").open("wb") as output:
                 running.append(
-                    subprocess.Popen(arguments, env=environment(), cwd=node, stdout=output, stderr=subprocess.STDOUT)
+                    subprocess.Popen(words, env=environment(), cwd=node, stdout=output, stderr=subprocess.STDOUT)
                 )
-        for node, process in zip(nodes, running, strict=True):
-            assert process.wait(60) == 0, (node / "output").read_text()
+        return [(node, process.wait(60)) for node, process in zip(nodes, running, strict=True)]
     finally:
         for process in running:
             process.terminate()
         for process in running:
             process.wait(40)
+
+
+def test_nodes_with_different_jobs_are_told_so(tmp_path: Path) -> None:
+    ended = on_two_nodes(tmp_path, of_node=lambda index: [f"x={index + 1}"])
+    assert [status for _, status in ended] == [1, 1]
+    logs = "".join(log.read_text() for log in tmp_path.rglob("rank_*.log"))
+    assert re.search(r"node 1 of the job was given 'x=[12]', and node 0 'x=[12]'\. Start the same", logs)
+    assert "Start the same command on every node, and give a sampling sweeper a seed." in logs
+
+
+def test_two_nodes_share_a_job(tmp_path: Path) -> None:
+    sampler = ["hydra/sweeper=drawing", "hydra.sweeper.jobs=1", "hydra.sweeper.seed=7"]
+    ended = on_two_nodes(tmp_path, *sampler, of_node=lambda index: ["hydra.sweeper.record=record.json"])
+    for node, status in ended:
+        assert status == 0, (node / "output").read_text()
+    nodes = [node for node, _ in ended]
     by_node = sorted(
         nodes, key=lambda node: not (node / "0" / "rank_0.log").exists()
     )  # who came first to the meeting is node 0
