@@ -28,7 +28,7 @@ class TextTable:
     def __rich__(self) -> RenderableType:
         table = Table(title=escape(self.title), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, name in enumerate(self.header):
-            table.add_column(escape(name), justify="right" if index else "left", no_wrap=index == 0)
+            table.add_column(escape(name), justify="right" if index else "left", no_wrap=index == 0, overflow="fold")
         for row in self.rows:
             table.add_row(*map(escape, row))
         return Group(table, *(Text(note, style="dim") for note in self.notes), "")
