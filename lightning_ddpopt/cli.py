@@ -125,6 +125,8 @@ def nsys(
     profiler: Annotated[str, typer.Option(help="nsys; or torch, which needs no nsys and works on a CPU.")] = "nsys",
 ) -> None:
     """Run a program under torchrun, every rank with a profiler of its own: a report a rank."""
+    import shlex
+
     import torch
     from rich.console import Console
 
@@ -133,36 +135,32 @@ def nsys(
 
     if profiler not in ("nsys", "torch"):
         raise typer.BadParameter(f"--profiler {profiler}: must be nsys or torch.")
-    gpus, console = torch.cuda.device_count(), Console(stderr=True)
-    profile = runner.Profile(
-        program=tuple(program),
-        nproc=nproc or max(1, gpus),
-        output=output,
-        trace=trace,
-        warmup_steps=warmup_steps,
-        profile_steps=profile_steps,
-        nccl_debug=nccl_debug,
-        uses_cuda=gpus > 0,
-    )
+    gpus, console = torch.cuda.device_count(), Console(stderr=True, soft_wrap=True, highlight=False)
     try:
+        profile = runner.Profile(
+            program=tuple(program),
+            nproc=max(1, gpus) if nproc is None else nproc,
+            output=output,
+            trace=trace,
+            warmup_steps=warmup_steps,
+            profile_steps=profile_steps,
+            nccl_debug=nccl_debug,
+            uses_cuda=gpus > 0,
+        )
         path = runner.find_nsys() if profiler == "nsys" else None
         of = runner.nsys_version(path) if path is not None else (0, 0)
-        warning = runner.too_old(of, runner.cuda_of_torch()) if path is not None and gpus else None
+        warning = runner.too_old(of, runner.release(torch.version.cuda)) if path is not None and gpus else None
         if warning is not None:
             console.print(f"[yellow]{warning}[/]")
         reports = runner.run(profile, profiler, path, of)
     except runner.NsysError as error:
-        console.print(f"[red]ddpopt nsys:[/] {error}", highlight=False)
+        console.print(f"[red]ddpopt nsys:[/] {error}")
         raise typer.Exit(1) from error
-    logs = [
-        log.read_text(errors="replace") for log in Path(output).absolute().parent.glob(f"{Path(output).name}_nccl_*")
-    ]
-    if logs:
-        console.print(
-            f"transport: {', '.join(transports_in(''.join(logs))) or 'none that NCCL tells'}", highlight=False
-        )
-    console.print("Reports:", *reports, sep="\n  ", highlight=False)
-    console.print(f"Next: ddpopt analyze {' '.join(reports)}", highlight=False)
+    if nccl_debug is not None:
+        logs = "".join(log.read_text(errors="replace") for log in profile.nccl_logs())
+        console.print(f"transport: {', '.join(transports_in(logs)) or 'none that NCCL tells'}")
+    console.print("Reports:", *reports, sep="\n  ")
+    console.print(f"Next: ddpopt analyze {shlex.join(reports)}")
 
 
 if __name__ == "__main__":

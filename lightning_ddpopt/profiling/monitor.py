@@ -78,6 +78,9 @@ class OverlapMonitor(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read(wait=True)
         self._forget()
+        if isinstance(trainer.strategy.model, DistributedDataParallel) and not self.exposed_ms:
+            say(log, "OverlapMonitor: nothing measured, since DDP has formed no buckets in gradient-ready order: it"
+                     " does so in its first four steps, with unused parameters never.", logging.WARNING)  # fmt: skip
         if self.exposed_ms:
             say(log, f"exposed communication: {statistics.median(self.exposed_ms):.2f} ms a step (median of"
                      f" {len(self.exposed_ms)} steps, rank zero)")  # fmt: skip

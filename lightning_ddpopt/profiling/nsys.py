@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,25 @@ class Profile:
     nccl_debug: str | None = None
     uses_cuda: bool = True
 
+    def __post_init__(self) -> None:
+        if self.nproc < 1 or self.profile_steps < 1 or self.warmup_steps < 0:
+            raise NsysError("--nproc and --profile-steps must be at least 1, --warmup-steps at least 0.")
+        if Path(self.output).is_dir() or self.output.endswith(os.sep):
+            raise NsysError(f"--output {self.output} is a folder: give the beginning of a file's name in it.")
+
     def reports(self, ending: str) -> list[str]:
         """The reports that are there, in the order of their ranks."""
-        names = glob.glob(f"{glob.escape(self.output)}_rank_*{ending}")
-        return sorted(names, key=lambda name: [int(part) for part in re.findall(r"_rank_(\d+)", name)[-1:]])
+        name = re.compile(re.escape(Path(self.output).name) + r"_rank_(\d+)" + re.escape(ending))
+        found = [(int(match[1]), path) for path in self._folder.glob("*") if (match := name.fullmatch(path.name))]
+        return [str(Path(self.output).parent / path.name) for _, path in sorted(found)]
+
+    def nccl_logs(self) -> list[Path]:
+        """NCCL's logs that are there."""
+        return sorted(self._folder.glob(f"{glob.escape(Path(self.output).name)}_nccl_*.log"))
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.output).absolute().parent
 
 
 def find_nsys(path: str | None = None) -> Path:
@@ -100,12 +114,9 @@ def nsys_version(nsys: Path) -> Version:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def cuda_of_torch() -> Version | None:
-    """The CUDA that the installed torch was built for, by its version; None for a build without CUDA."""
-    try:
-        found = re.search(r"\+cu(\d+)(\d)$", version("torch"))
-    except PackageNotFoundError:
-        return None
+def release(text: str | None) -> Version | None:
+    """``"13.0"`` as (13, 0): what ``torch.version.cuda`` says; None for a build without CUDA."""
+    found = re.match(r"(\d+)\.(\d+)", text or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -168,7 +179,8 @@ def run(profile: Profile, profiler: str, nsys: Path | None = None, of: Version =
         log = f"{Path(profile.output).absolute()}_nccl_%h_%p.log"
         variables |= {"NCCL_DEBUG": profile.nccl_debug, "NCCL_DEBUG_FILE": log}
     endings = (".json.gz",) if profiler == "torch" else (".nsys-rep", ".qdstrm")
-    for stale in (name for ending in endings for name in profile.reports(ending)):
+    # Those of an earlier run would be taken for this one's; `nsys stats` leaves an .sqlite beside a report.
+    for stale in [name for ending in (*endings, ".sqlite") for name in profile.reports(ending)] + profile.nccl_logs():
         os.remove(stale)
     Path(profile.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     code = subprocess.run(torchrun(profile, before), env=os.environ | variables, check=False).returncode

@@ -3,6 +3,7 @@
 The names and colours are those of the article: `Batch i` holds `get batch`, `forward`, `backward`, `optimizer step`.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,7 +13,10 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from nvtx._lib.lib import DomainHandle  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+
+from lightning_ddpopt.messages import say_here
+
+log = logging.getLogger(__name__)
 
 DOMAIN = "ddpopt"
 COLOURS = {  # 0xRRGGBB
@@ -84,6 +88,14 @@ class KinetoRanges:
         return self._threads.stack  # type: ignore[no-any-return]
 
 
+def warn_if_switched_off(who: str) -> bool:
+    """Say so once where the user has switched NVTX off."""
+    if nvtx.enabled():
+        return False
+    say_here(log, f"{who}: NVTX_DISABLE is set, so that no range is recorded.", logging.WARNING)
+    return True
+
+
 class StepRanges:
     """The ranges of training steps, driven by the hooks of a callback, in the order of its methods.
 
@@ -95,20 +107,43 @@ class StepRanges:
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
         self._open: list[str] = []  # on the thread that trains
-        self._backward: BackwardRange | None = None
+        self._open_in_backward = 0  # on autograd's
 
     def begin(self, step: int) -> None:
         """Open the range of one optimizer step; its first batch is about to be fetched."""
         self._push(f"Batch {step}", COLOURS["Batch"])
         self._push("get batch")
 
-    def batch_is_here(self) -> None:
+    def forward(self) -> None:
         self._end_phase()
         self._push("forward")
 
     def before_backward(self, loss: Tensor) -> None:
+        """Open the range `backward` when it starts, on the thread that runs it.
+
+        Autograd launches the kernels of a GPU from a thread of its own, so that a range on the calling thread would
+        cover none of them. A prehook on the loss's node runs on that thread, and so does what is queued for backward's
+        end; queued again from there, it comes after DDP's own end of backward, which waits for the reductions.
+
+        """
         self._end_phase()
-        self._backward = BackwardRange(self._ranges, loss)
+        if loss.grad_fn is None:
+            return
+
+        def start(gradients: Any) -> None:
+            handle.remove()  # a graph that is kept may run backward again
+            self.push_in_backward("backward", COLOURS["backward"])
+            after_ddps_end_of_backward(self.pop_in_backward)
+
+        handle = loss.grad_fn.register_prehook(start)
+
+    def push_in_backward(self, name: str, colour: int) -> None:
+        self._ranges.push(name, colour)
+        self._open_in_backward += 1
+
+    def pop_in_backward(self) -> None:
+        self._open_in_backward -= 1
+        self._ranges.pop()
 
     def before_optimizer_step(self) -> None:
         self._end_phase()
@@ -122,6 +157,10 @@ class StepRanges:
         self._end_phase()
         self._push("get batch")
 
+    def validation(self) -> None:
+        self.end()
+        self._push("validation")
+
     def end(self) -> None:
         """Close all that is open on this thread, the step's range too."""
         while self._open:
@@ -129,47 +168,23 @@ class StepRanges:
             self._ranges.pop()
 
     def abandon(self, device: torch.device) -> None:
-        """After an exception: close all that is open, backward's range too, on the thread that opened it."""
+        """After an exception: close all that is open, in backward on the thread that opened it."""
         self.end()
-        if self._backward is not None and self._backward.is_open:
-            run_on_autograd_thread(device, self._backward.close)
+        if self._open_in_backward:
+            run_on_autograd_thread(device, self._close_backward)
+
+    def _close_backward(self) -> None:
+        while self._open_in_backward:
+            self.pop_in_backward()
 
     def _push(self, name: str, colour: int | None = None) -> None:
-        self._ranges.push(name, colour or COLOURS[name])
+        self._ranges.push(name, COLOURS[name] if colour is None else colour)
         self._open.append(name)
 
     def _end_phase(self) -> None:
         if len(self._open) > 1:
             self._open.pop()
             self._ranges.pop()
-
-
-class BackwardRange:
-    """The range `backward`, on the thread that runs it.
-
-    Autograd launches the kernels of a GPU from a thread of its own, so that a range on the calling thread would cover
-    none of them. A prehook on the loss's node runs on that thread, and so does what is queued for backward's end;
-    queued again from there, it comes after DDP's own end of backward, which waits for the reductions.
-
-    """
-
-    def __init__(self, ranges: Ranges, loss: Tensor) -> None:
-        self._ranges = ranges
-        self.is_open = False
-        self._handle: RemovableHandle | None = None
-        if loss.grad_fn is not None:
-            self._handle = loss.grad_fn.register_prehook(self._start)
-
-    def _start(self, gradients: Any) -> None:
-        assert self._handle is not None
-        self._handle.remove()  # a graph that is kept may run backward again
-        self._ranges.push("backward", COLOURS["backward"])
-        self.is_open = True
-        after_ddps_end_of_backward(self.close)
-
-    def close(self) -> None:
-        self.is_open = False
-        self._ranges.pop()
 
 
 def after_ddps_end_of_backward(function: Callable[[], None], before: Callable[[], None] | None = None) -> None:
@@ -211,6 +226,7 @@ class NVTXProfiler(Profiler):
 
     def __init__(self) -> None:
         super().__init__()
+        warn_if_switched_off("NVTXProfiler")
         self._ranges = NvtxRanges()
         self._open: list[str] = []
 

@@ -4,11 +4,13 @@ import gc
 import gzip
 import json
 import logging
+import re
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import Ranks
 from scenarios import Messages, Mlp, data, state_of, trainer
@@ -26,7 +28,7 @@ class Recorder:
         self.events: list[str] = []
 
     def push(self, name: str, colour: int) -> None:
-        assert colour == nvtx.COLOURS["Batch" if name.startswith("Batch") else "bucket" if "bucket" in name else name]
+        assert colour == nvtx.COLOURS[re.sub(r"^(Batch|bucket) .*", r"\1", name)]
         self.events.append(name)
 
     def pop(self) -> None:
@@ -137,7 +139,7 @@ def test_without_cuda_it_says_what_is_missing(two_ranks: Ranks) -> None:
 
 
 class Breaks(Mlp):
-    """Raises in the forward or in the backward of a step."""
+    """Raises in the forward, in the backward, with a bucket's range open, or in validation."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -149,26 +151,36 @@ class Breaks(Mlp):
             if self.where == "forward":
                 raise KeyError("broken forward")
 
-            def fail(gradient: Any) -> None:
-                raise KeyError("broken backward")
+            def fail(*gradient: Any) -> None:
+                raise KeyError(f"broken {self.where}")
 
-            self.net[3].weight.register_hook(fail)
+            if self.where == "backward":
+                self.net[3].weight.register_hook(fail)
+            elif self.where == "bucket":  # of its last gradient, after the callback's hooks
+                node = torch.autograd.graph.get_gradient_edge(self.net[0].weight).node
+                self.kept = node, node.register_prehook(fail)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.where == "validation":
+            raise KeyError("broken validation")
 
 
 def break_in(where: str) -> list[str]:
     recorder = Recorder()
     capture.NvtxRanges = lambda: recorder  # type: ignore[assignment,misc]
-    fitter = trainer(DDPOptStrategy(), max_steps=8, callbacks=[NsysCallback(warmup_steps=3, profile_steps=4)])
+    validates = {"val_check_interval": 4, "num_sanity_val_steps": 0} if where == "validation" else {}
+    callback = NsysCallback(warmup_steps=3, profile_steps=4)
+    fitter = trainer(DDPOptStrategy(), max_steps=8, callbacks=[callback], **validates)
     with pytest.raises(KeyError, match=f"broken {where}"):
-        fitter.fit(Breaks(where), data())
+        fitter.fit(Breaks(where), data(), data())
     return recorder.events
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "bucket", "validation"])
 def test_an_exception_closes_all_ranges(two_ranks: Ranks, where: str) -> None:
     for events in two_ranks(break_in, where):
-        assert where in events
+        assert where in " ".join(events)
         assert events.count("/") == sum(event != "/" for event in events)
 
 
@@ -218,6 +230,7 @@ def test_one_rank_without_ddp(one_rank: Ranks) -> None:
         ({"profile_steps": 0}, "profile_steps at least 1"),
         ({"ranks": "0"}, "must be 'all' or a list of global ranks"),
         ({"ranks": [-1]}, "must be 'all' or a list of global ranks"),
+        ({"ranks": 0}, "must be 'all' or a list of global ranks"),
         ({"profiler": "vtune"}, "must be 'nsys' or 'torch'"),
     ],
 )
@@ -232,6 +245,71 @@ def test_the_environment_chooses_the_profiler(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DDPOPT_PROFILE_OUTPUT", "a/b")
     assert (NsysCallback().profiler, NsysCallback().output) == ("torch", "a/b")
     assert NsysCallback(profiler="nsys").profiler == "nsys"
+
+
+class TwoOptimizers(Mlp):
+    """Takes turns, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__(accumulate=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            loss = self.net(batch[0]).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        halves = self.net[:3].parameters(), self.net[3:].parameters()
+        return [torch.optim.SGD(half, lr=0.01) for half in halves], []
+
+
+def gan() -> list[str]:
+    recorder = Recorder()
+    capture.NvtxRanges = lambda: recorder  # type: ignore[assignment,misc]
+    fitter = trainer(DDPStrategy(), max_steps=8, callbacks=[NsysCallback(warmup_steps=2, profile_steps=1)])
+    fitter.fit(TwoOptimizers(), data())
+    return recorder.events
+
+
+def test_optimizers_that_take_turns_have_a_forward_each(two_ranks: Ranks) -> None:
+    for events in two_ranks(gan):
+        assert [event for event in shown(events) if event not in ("/", "bucket")] == [
+            *("capture", "Batch", "get batch", "forward", "backward", "optimizer step"),
+            *("forward", "backward", "optimizer step", "forward"),
+        ]
+
+
+def refused(profiler: str) -> tuple[str, list[str]]:
+    messages = Messages()
+    callbacks = [NsysCallback(profiler=profiler), NsysCallback(profiler=profiler)]
+    with pytest.raises(ValueError, match="two NsysCallbacks") as error:
+        trainer(DDPOptStrategy(), max_steps=2, callbacks=callbacks).fit(Mlp(), data())
+    with_profiler = trainer(DDPOptStrategy(), max_steps=3, callbacks=callbacks[:1], profiler="pytorch")
+    callbacks[0].warmup_steps, callbacks[0].output = 1, "/nowhere/x"
+    with_profiler.fit(Mlp(), data())
+    messages.close()
+    return str(error.value), messages.texts
+
+
+def test_two_profilers_at_once_are_refused(two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (error, said), (_, silent) = two_ranks(refused, "torch")
+    assert "remove one of them" in error
+    assert any("the Trainer has a PyTorchProfiler" in text for text in said)
+    assert not any("PyTorchProfiler" in text for text in silent)
+
+
+def test_ranks_that_are_not_there(two_ranks: Ranks) -> None:
+    first, second = two_ranks(record, {"warmup_steps": 1, "profile_steps": 1, "ranks": [7]}, {})
+    assert any("ranks=[7] are none of this run's 2" in text for text in first["messages"])
+    assert first["events"] == second["events"] == []
+
+
+def test_no_buckets_are_told_of(two_ranks: Ranks) -> None:
+    arguments = {"find_unused_parameters": True}
+    for result in two_ranks(record, {"warmup_steps": 4, "profile_steps": 1}, arguments):
+        assert any("no ranges of buckets" in text for text in result["messages"])
 
 
 def test_nvtx_that_is_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

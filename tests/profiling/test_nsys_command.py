@@ -89,12 +89,31 @@ def test_an_nsys_older_than_cuda(of: tuple[int, int], cuda: tuple[int, int] | No
         assert "the reports will have ranges and no kernels" in said
 
 
+@pytest.mark.parametrize(("said", "cuda"), [("13.0", (13, 0)), ("12.8.1", (12, 8)), (None, None), ("", None)])
+def test_the_cuda_of_torch(said: str | None, cuda: tuple[int, int] | None) -> None:
+    assert nsys.release(said) == cuda
+
+
+def test_reports_are_those_of_the_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a_rank_10.x", "a_rank_2.x", "a_rank_4_rank_0.x", "ba_rank_1.x", "a_rank_1.xx", "a[b]_rank_0.x"):
+        Path(name).touch()
+    assert profile(output="a").reports(".x") == ["a_rank_2.x", "a_rank_10.x"]
+    assert profile(output="a[b]").reports(".x") == ["a[b]_rank_0.x"]
+
+
 @pytest.mark.parametrize(
-    ("version", "cuda"), [("2.11.0+cu130", (13, 0)), ("2.6.0+cu124", (12, 4)), ("2.11.0+cpu", None), ("2.11.0", None)]
+    ("changes", "said"),
+    [
+        ({"nproc": 0}, "--nproc and --profile-steps must be at least 1"),
+        ({"profile_steps": 0}, "--nproc and --profile-steps must be at least 1"),
+        ({"warmup_steps": -1}, "--warmup-steps at least 0"),
+        ({"output": "folder/"}, "--output folder/ is a folder"),
+    ],
 )
-def test_the_cuda_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, cuda: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(nsys, "version", lambda package: version)
-    assert nsys.cuda_of_torch() == cuda
+def test_options_that_cannot_work(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(NsysError, match=said):
+        profile(**changes)
 
 
 def test_nccl_is_traced_where_nsys_knows_it() -> None:
@@ -137,15 +156,18 @@ def test_a_trainer_gets_the_callback_only_under_the_command(monkeypatch: pytest.
 def ddpopt(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     (folder / "program.py").write_text(PROGRAM)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "WORLD", "LOCAL_", "TORCHEL"))}
-    kept |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "300"} | variables
+    kept |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "lightning_ddpopt.cli", *arguments]
     return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_round_with_torch_profiler(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "t_nccl_host_1.log").write_text("NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct")
     run = ["nsys", "--profiler", "torch", "--nproc", "2", "--output", "new/t", "--warmup-steps", "4"]
     done = ddpopt(tmp_path, *run, "--profile-steps", "2", "--", "program.py", "8")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "transport" not in done.stderr, "the log is of another run"
     assert "new/t_rank_0.json.gz\n  new/t_rank_1.json.gz" in done.stderr
     following = re.search(r"Next: ddpopt (.*)", done.stderr)
     assert following is not None
