@@ -51,6 +51,21 @@ def _experiments(arguments: argparse.Namespace, rungs: list[str]) -> list[str]:
     return [f"experiment={','.join(chosen)}"] if chosen else []
 
 
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what would fail in every run, or run something else than was asked for."""
+    if unknown := sorted(set(arguments.rungs) - {*ALONE, *TOGETHER, *SWEEPS}):
+        parser.error(f"--rungs: {unknown[0]!r} is none of {', '.join([*ALONE, *TOGETHER, *SWEEPS])}")
+    if unknown := sorted(set(arguments.transports.split(",")) - {"auto", "p2p", "shm", "net"}):
+        parser.error(f"--transports: {unknown[0]!r} is none of auto, p2p, shm, net")
+    if not all(count.isdigit() and int(count) > 0 for count in arguments.devices.split(",") if arguments.devices):
+        parser.error(f"--devices: {arguments.devices!r} must be numbers of at least 1, as 2,4,8")
+    if arguments.num_nodes < 1 or arguments.repeats < 1:
+        parser.error("--num-nodes and --repeats must be at least 1")
+    port = arguments.rendezvous.rpartition(":")[2]
+    if (arguments.num_nodes > 1) != (port.isdigit() and ":" in arguments.rendezvous):
+        parser.error("several machines need both --num-nodes and --rendezvous HOST:PORT, one machine neither")
+
+
 def rendezvous(arguments: argparse.Namespace, sweep: int) -> list[str]:
     """Where the nodes of a sweep meet: no two sweeps at one port, as a node may start its next one earlier."""
     if arguments.num_nodes == 1:
@@ -78,14 +93,21 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run")
     arguments = parser.parse_intermixed_args()
     arguments.rungs = arguments.rungs.split(",")
-    if unknown := sorted(set(arguments.rungs) - set(rungs)):
-        parser.error(f"--rungs: {unknown[0]!r} is none of {', '.join(rungs)}")
-    if (arguments.num_nodes > 1) != bool(arguments.rendezvous):
-        parser.error("several machines need both --num-nodes and --rendezvous")
+    if arguments.repeats is None:
+        arguments.repeats = 1 if arguments.short else 5
     if arguments.transports is None:
         is_one_node = arguments.num_nodes == 1  # over several, no transport but the network reaches all
         arguments.transports = "p2p,shm,net" if num_gpus > 1 and is_one_node and not arguments.short else "auto"
-    repeats = arguments.repeats or (1 if arguments.short else 5)
+    check(parser, arguments)
+    planned = list(filter(None, sweeps(arguments, num_gpus)))
+    if not planned:
+        parser.error(
+            f"none of {', '.join(arguments.rungs)} runs on {num_gpus} GPU and {arguments.num_nodes} machine(s)"
+        )
+    if arguments.num_nodes > 1:
+        last = int(arguments.rendezvous.rpartition(":")[2]) + arguments.repeats * len(planned) * PORTS_A_SWEEP
+        if last > 65535:
+            parser.error(f"--rendezvous: ports up to {last} would be needed, and there are 65535: begin at a lower one")
     out = (arguments.out or Path("multirun", f"ladder_{datetime.now():%Y-%m-%d_%H-%M-%S}")).absolute()
     if num_gpus:  # there is no accuracy on random labels
         machine = ["model=vit_l_32", "data=synthetic", "trainer.limit_val_batches=0"]
@@ -95,11 +117,11 @@ def main() -> int:
     # Unwinds as Ctrl-C does: the running sweep ends, and with it its ranks.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     failed = 0
-    for repeat in range(repeats):
-        for number, overrides in enumerate(filter(None, sweeps(arguments, num_gpus))):
+    for repeat in range(arguments.repeats):
+        for number, overrides in enumerate(planned):
             folder = out / f"repeat_{repeat}" / f"sweep_{number}"
-            settings = [f"repeat={repeat}", f"hydra.sweep.dir='{folder}'"]
-            meeting = rendezvous(arguments, repeat * 100 + number)
+            settings = [f"repeat={repeat}", "hydra.sweep.dir='" + str(folder).replace("'", "\\'") + "'"]
+            meeting = rendezvous(arguments, repeat * len(planned) + number)
             command = [*settings, *machine, *overrides, *meeting, *arguments.overrides]
             failed += subprocess.run([sys.executable, str(TRAIN), "-m", *command], check=False).returncode != 0
     if any(out.rglob("record.jsonl")):  # of several machines, the one with rank 0 has them

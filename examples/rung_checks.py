@@ -12,11 +12,18 @@ from lightning_ddpopt.wrapping import Layout, all_reduce_bytes_sent
 MIB = 2**20
 
 
-def check_rung(record: Record, wrapper: DistributedDataParallel | None, layout: Layout | None, devices: object) -> None:
+def check_rung(
+    record: Record,
+    asked: Plan | None,
+    wrapper: DistributedDataParallel | None,
+    layout: Layout | None,
+    devices: object,
+) -> None:
     """Raise where a run differs from what was asked.
 
     Args:
         record: the finished run.
+        asked: the plan that the config describes; None: no DDP.
         wrapper: what DDP was wrapped around the module, if it was.
         layout: the buckets that DDP formed, if it was.
         devices: ``trainer.devices`` as asked.
@@ -28,6 +35,10 @@ def check_rung(record: Record, wrapper: DistributedDataParallel | None, layout: 
     wrong = []
     if isinstance(devices, int) and record.world_size != devices * record.num_nodes:
         wrong.append(f"{devices * record.num_nodes} ranks were asked for, {record.world_size} trained")
+    if asked is None and (wrapper is not None or record.world_size > 1):
+        wrong.append(f"no DDP was asked for, {record.world_size} rank(s) trained under {type(wrapper).__name__}")
+    if record.plan is not None and record.plan != asked:
+        wrong.append(f"the plan is {record.plan}, asked for {asked} (is DDPOPT_DISABLE set?)")
     if record.plan is not None and wrapper is None:
         wrong.append(f"nothing was wrapped, but the plan is: {record.plan}")
     if record.plan is not None and wrapper is not None and layout is not None:

@@ -1,8 +1,8 @@
 """Trains a ViT under any strategy, and appends a record of the run.
 
 One run, with Lightning's own launcher:     python examples/train.py strategy=ddpopt_bf16 trainer=cpu
-A sweep, each job under torchrun:           python examples/train.py -m experiment=ddp,bucket_view repeat=0,1,2,3,4
-The table:                                  ddpopt report multirun
+A sweep, each job under torchrun:           python examples/train.py -m repeat=0,1,2,3,4 experiment=ddp,bucket_view
+The table:                                  ddpopt report multirun/DATE/TIME
 
 Groups: experiment (the article's rungs), model, data, strategy, trainer, transport, measure, workload (see conf/).
 """
@@ -27,7 +27,7 @@ from rung_checks import check_rung
 from step_clock import StepClock
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddpopt import DDPOptStrategy, Layout, Plan
+from lightning_ddpopt import DDPOptStrategy, HookSpec, Layout, Plan
 from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
 from lightning_ddpopt.machine.transport import transports_of_this_process
 from lightning_ddpopt.records import Record, append_record
@@ -77,22 +77,31 @@ def checksum(module: torch.nn.Module) -> str:
 def commit() -> str | None:
     """This repository's commit, with `+` if files have changed since; None outside of one."""
     here = Path(__file__).parent
-    answers = [
-        subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False).stdout.strip()
-        for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    ]
+    try:
+        answers = [
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except OSError:  # no git here
+        return None
     return answers[0] + ("+" if answers[1] else "") or None
 
 
-def plan_of(config: DictConfig, strategy: Any) -> Plan | None:
-    """How the run exchanges gradients: ours by its own word, stock DDP by its arguments; None without DDP."""
-    if isinstance(strategy, DDPOptStrategy):
-        return strategy.plan
+def plan_asked(config: DictConfig, strategy: Any) -> Plan | None:
+    """How the config says that the run exchanges gradients; None without DDP."""
     if isinstance(strategy, str):
         return None
-    arguments = ("static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
-    given = {name: config.strategy[name] for name in arguments if name in config.strategy}
-    return Plan(**({"gradient_as_bucket_view": False} | given))
+    given = dict(config.strategy)
+    if given.get("plan") is not None:
+        return Plan.load(given["plan"])
+    fields = {
+        name: given[name] for name in ("static_graph", "gradient_as_bucket_view", "bucket_cap_mb") if name in given
+    }
+    if not isinstance(strategy, DDPOptStrategy):
+        return Plan(**({"gradient_as_bucket_view": False} | fields))
+    if fields.get("bucket_cap_mb") == "auto":
+        fields["bucket_cap_mb"] = None
+    return Plan(**fields, hook=HookSpec(given["comm_hook"], given["comm_hook_options"] or {}))
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -121,7 +130,10 @@ def main(config: DictConfig) -> float:
     device = trainer.strategy.root_device
     loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(device))
     peak_mib = peak_memory_mib(device)
-    plan = None if trainer.world_size == 1 and wrapped.wrapper is None else plan_of(config, strategy)
+    asked = plan_asked(config, strategy)
+    plan = strategy.plan if isinstance(strategy, DDPOptStrategy) else asked
+    if trainer.world_size == 1 and wrapped.wrapper is None:
+        plan = None
     sent = None
     if wrapped.layout is not None:
         is_ours = isinstance(strategy, DDPOptStrategy)
@@ -146,12 +158,14 @@ def main(config: DictConfig) -> float:
         images_per_step=images,
         steps_per_s=clock.steps_per_s(),
         steps_ms_by_rank=of_all_ranks(clock.steps_ms()),
-        loss=float(loss),
+        loss=float(loss) if loss.isfinite() else None,
         peak_memory_mib=round(peak_mib, 1),
         parameters=checksum(model),
         plan=plan,
         bucket_bytes=None if wrapped.layout is None else list(wrapped.layout.bucket_bytes),
         bytes_sent_per_step=sent,
+        workload=config.workload,
+        data=HydraConfig.get().runtime.choices["data"],
         transport_asked=config.transport,
         transports=sorted({transport for found in of_all_ranks(transports) for transport in found}),
         accuracy=trainer.validate(model, data, verbose=False)[0]["val_accuracy"] if trainer.limit_val_batches else None,
@@ -163,7 +177,7 @@ def main(config: DictConfig) -> float:
         versions=versions(),
         variables=exchange_variables(),
     )
-    check_rung(record, wrapped.wrapper, wrapped.layout, config.trainer.devices)
+    check_rung(record, asked, wrapped.wrapper, wrapped.layout, config.trainer.devices)
     if trainer.is_global_zero:
         append_record(hydra.utils.to_absolute_path(config.record), record)
         log.info("%s: %.2f ms a step, %.2f steps/s, record in %s", record.label, record.step_ms, record.steps_per_s,

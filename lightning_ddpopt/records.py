@@ -3,6 +3,7 @@
 import fcntl
 import json
 import logging
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping
@@ -26,14 +27,14 @@ class Record:
         label: the experiment and what it sweeps over, as ``"bucket_sweep bf16 25"``.
         repeat: which of the interleaved repeats; runs with the same number are compared with each other.
         measure: how steps were counted: ``"article"`` (3 steps) or ``"claim"`` (at least 30).
-        model, precision, compiled: what was trained.
+        model, precision, compiled, workload, data: what was trained, how, on what.
         device: name of the accelerator, or ``"CPU"``.
         world_size, num_nodes: ranks in all, and machines.
         images_per_step: images of all ranks in one optimizer step.
         steps_per_s: timed steps over the wall time between two device synchronisations, loader and loop included.
         steps_ms_by_rank: for each rank, the time of each timed step in ms, from before the forward to after the
             optimizer step.
-        loss: of the last batch, mean over ranks.
+        loss: of the last batch, mean over ranks; None if it was not finite.
         peak_memory_mib: rank zero's largest memory: allocated on a GPU, resident on a CPU.
         parameters: SHA-256 of the trained parameters: equal for two runs that trained the same bits.
         plan: how gradients were exchanged; None where nothing was wrapped.
@@ -60,7 +61,7 @@ class Record:
     images_per_step: int
     steps_per_s: float
     steps_ms_by_rank: list[list[float]]
-    loss: float
+    loss: float | None
     peak_memory_mib: float
     parameters: str
     plan: Plan | None = None
@@ -69,6 +70,8 @@ class Record:
     transport_asked: str = "auto"
     transports: list[str] = field(default_factory=list)
     accuracy: float | None = None
+    workload: str = ""
+    data: str = ""
     hardware: str = ""
     seed: int | None = None
     command: str = ""
@@ -113,11 +116,44 @@ class Record:
             values["plan"] = Plan.from_dict(values["plan"])
         try:
             record = cls(**values)
-            if not all(record.steps_ms_by_rank) or record.step_ms <= 0 or record.images_per_step <= 0:
-                raise ValueError("a record needs step times and images per step above 0")
-        except (TypeError, statistics.StatisticsError) as error:
+        except TypeError as error:
             raise ValueError(f"not a record: {error}") from error
+        record._check()
         return record
+
+    def _check(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"not a record: {name}={value!r}")
+        steps = [step for steps in self.steps_ms_by_rank if isinstance(steps, list) for step in steps]
+        is_whole = all(isinstance(steps, list) and steps for steps in self.steps_ms_by_rank)
+        if not is_whole or not all(isinstance(step, int | float) and 0 < step < math.inf for step in steps):
+            raise ValueError("not a record: steps_ms_by_rank must hold times above 0 for each rank")
+        if self.world_size < 1 or self.num_nodes < 1 or self.images_per_step < 1 or not 0 < self.steps_per_s < math.inf:
+            raise ValueError("not a record: ranks, nodes, images and steps per second must be above 0")
+        if len(self.steps_ms_by_rank) != self.world_size:
+            raise ValueError(f"not a record: {self.world_size} ranks, {len(self.steps_ms_by_rank)} lists of step times")
+        texts = [*self.transports, *self.versions.values(), *self.variables.values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("not a record: transports, versions and variables must be text")
+
+
+_NUMBER, _NONE = (int, float), (type(None),)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("rung", "label", "measure", "model", "precision", "device", "parameters"), (str,)),
+    **dict.fromkeys(("transport_asked", "workload", "data", "hardware", "command", "time"), (str,)),
+    **dict.fromkeys(("repeat", "world_size", "num_nodes", "images_per_step"), (int,)),
+    **dict.fromkeys(("steps_per_s", "peak_memory_mib"), _NUMBER),
+    **dict.fromkeys(("loss", "accuracy", "bytes_sent_per_step"), _NUMBER + _NONE),
+    **dict.fromkeys(("steps_ms_by_rank", "transports"), (list,)),
+    **dict.fromkeys(("versions", "variables"), (Mapping,)),
+    "bucket_bytes": (list, *_NONE),
+    "compiled": (bool,),
+    "plan": (Plan, *_NONE),
+    "seed": (int, *_NONE),
+    "commit": (str, *_NONE),
+}
 
 
 @dataclass(frozen=True)
@@ -154,12 +190,14 @@ def read_records(paths: Iterable[str | Path]) -> list[Record]:
         FileNotFoundError: a path that does not exist.
 
     """
-    records = []
+    records: list[Record] = []
+    files: set[Path] = set()  # a file counts once, given by itself and with its folder
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist")
-        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-        records += [record for file in files for record in _read_file(file)]
+        files.update(file.resolve() for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]))
+    for file in sorted(file for file in files if file.is_file()):
+        records += _read_file(file)
     return sorted(records, key=lambda record: record.time)
 
 
@@ -170,7 +208,7 @@ def _read_file(path: Path) -> list[Record]:
             continue
         try:
             records.append(Record.from_dict(json.loads(line)))
-        except ValueError as error:  # also json's and unicode's
+        except (ValueError, RecursionError) as error:  # also json's and unicode's
             refused.append(f"line {number} ({error})")
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""

@@ -14,7 +14,11 @@ _PREFIXES = (
     *("NCCL_", "FI_", "GLOO_", "DDPOPT_", "OMP_NUM_THREADS"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC"),
 )
-_NAMES_OF_THE_MACHINE = frozenset({"NCCL_DEBUG_FILE", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE"})
+_LEFT_OUT = {
+    *("NCCL_DEBUG_FILE", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE"),  # names of this machine
+    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_VERSION"),  # change nothing
+    *("DDPOPT_JOB", "DDPOPT_SESSION"),  # of the launcher
+}
 
 
 def versions() -> dict[str, str]:
@@ -36,7 +40,7 @@ def exchange_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) and name not in _NAMES_OF_THE_MACHINE
+        if name.startswith(_PREFIXES) and name not in _LEFT_OUT
     }
 
 

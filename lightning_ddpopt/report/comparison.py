@@ -36,41 +36,66 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparedSection:
-    """Two sections of one workload, with the rows that both have, and the names of those that one lacks."""
+    """Two sections of one workload, with the rows that both have, and the names of those that cannot be paired."""
 
     before: Section
     after: Section
     comparisons: tuple[Comparison, ...]
     only_in_one: tuple[str, ...]
+    ambiguous: tuple[str, ...]
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[ComparedSection]:
-    """Pair sections that train the same model in the same way, whatever their device.
+    """Pair sections that train the same model in the same way: on the same device, or else on every other one.
 
     A row's figures are its repeats' step times: each repeat is a run of its own, while the steps of a run depend on
     each other. The interval is Welch's for the difference of the mean logarithms (Welch, Biometrika 1947).
 
     """
-    theirs: dict[tuple[object, ...], Section] = {section.key[1:]: section for section in sections(after)}
-    return [
-        _compare_sections(section, theirs[section.key[1:]]) for section in sections(before) if section.key[1:] in theirs
-    ]
+    compared = []
+    for section in sections(before):
+        alike = [other for other in sections(after) if other.key[1:] == section.key[1:]]
+        same_device = [other for other in alike if other.key == section.key]
+        compared += [_compare_sections(section, other) for other in same_device or alike]
+    return compared
 
 
 def _compare_sections(before: Section, after: Section) -> ComparedSection:
+    """Rows of one name and plan are pairs; of one name where each side has one: the plan may be what has changed."""
     first, second = _by_name(before), _by_name(after)
-    pairs = [(row, second[name]) for name, row in first.items() if name in second]
-    alone = [*(first.keys() - second.keys()), *(second.keys() - first.keys())]
-    names = [f"{label} on {ranks} over {transport}" if transport else label for label, ranks, _, transport, _ in alone]
-    return ComparedSection(before, after, tuple(_compare(*pair) for pair in pairs), tuple(sorted(names)))
+    pairs: list[tuple[Row, Row]] = []
+    ambiguous: list[str] = []
+    for name in first.keys() & second.keys():
+        plans = [{row.key.plan: row for row in rows} for rows in (first[name], second[name])]
+        common = [(row, plans[1][plan]) for plan, row in plans[0].items() if plan in plans[1]]
+        if len(first[name]) == len(second[name]) == 1:
+            common = [(first[name][0], second[name][0])]
+        pairs += common
+        ambiguous += [] if common else [_shown(name)]
+    pairs.sort(key=lambda pair: before.rows.index(pair[0]))
+    alone = [_shown(name) for name in first.keys() ^ second.keys()]
+    return ComparedSection(
+        before,
+        after,
+        tuple(_compare(*pair) for pair in pairs),
+        tuple(sorted(alone)),
+        tuple(sorted(ambiguous)),
+    )
 
 
-def _by_name(section: Section) -> dict[tuple[str, int, int, str, float], Row]:
-    """Without the plan: that may be what changed. The last one wins where two differ in it alone."""
-    return {
-        (row.key.label, row.key.world_size, row.key.num_nodes, row.key.transport, row.key.images_per_rank): row
-        for row in section.rows
-    }
+_Name = tuple[str, tuple[int, int, str, float]]
+
+
+def _by_name(section: Section) -> dict[_Name, list[Row]]:
+    found: dict[_Name, list[Row]] = {}
+    for row in section.rows:
+        found.setdefault((row.key.label, row.key.place), []).append(row)
+    return found
+
+
+def _shown(name: _Name) -> str:
+    label, (ranks, _, transport, _) = name
+    return f"{label} on {ranks} over {transport}" if transport else label
 
 
 def _compare(before: Row, after: Row) -> Comparison:

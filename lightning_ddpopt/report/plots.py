@@ -1,11 +1,13 @@
 """Pictures of a report: throughput by rung and transport, and by bucket capacity and hook."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_ddpopt.plan import Plan
 from lightning_ddpopt.report.summary import Row, Section
 from lightning_ddpopt.report.tables import title
 
@@ -39,15 +41,16 @@ def _draw_rungs(section: Section, axes: Axes) -> None:
         axes.errorbar(value, place, xerr=[[value - images / spread.high], [images / spread.low - value]], color="black",
                       capsize=2, linewidth=1)  # fmt: skip
         axes.text(0, place, f" {value:.0f}", va="center", color="white", fontsize=7)
-    if section.single is not None:
-        axes.axvline(_per_rank(section.single), color="black", linestyle="--", linewidth=1, label="single")
+    single = section.single(rows[0])
+    if single is not None:
+        axes.axvline(_per_rank(single), color="black", linestyle="--", linewidth=1, label="single")
     for transport, colour in colours.items():
         axes.barh(0, 0, color=colour, label=transport)
     ranks = {row.key.world_size for row in rows if row.key.world_size > 1}
     axes.set_yticks(range(len(rows)), [_name(row, len(ranks) > 1) for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("images/s per rank")
-    axes.legend(fontsize=7, loc="lower right", framealpha=0.9)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=5, frameon=False)
 
 
 def _draw_capacities(section: Section, axes: Axes) -> None:
@@ -60,8 +63,9 @@ def _draw_capacities(section: Section, axes: Axes) -> None:
         name = hook if len(places) == 1 else f"{hook}, {place}"
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=f"C{hooks.index(hook)}",
                   linestyle=_LINES[places.index(place) % len(_LINES)], label=name)  # fmt: skip
-    if section.single is not None:
-        axes.axhline(_per_rank(section.single), color="black", linestyle="--", linewidth=1, label="single")
+    single = section.single(next(iter(series.values()))[0])
+    if single is not None:
+        axes.axhline(_per_rank(single), color="black", linestyle="--", linewidth=1, label="single")
     capacities = sorted({_capacity(row) for rows in series.values() for row in rows})
     axes.set_xscale("log")
     axes.set_xticks(capacities, [f"{capacity:g}" for capacity in capacities], fontsize=7)
@@ -73,15 +77,21 @@ def _draw_capacities(section: Section, axes: Axes) -> None:
 
 
 def _sweep(section: Section) -> dict[tuple[str, str], list[Row]]:
-    """Rows of rungs that were run with several capacities, by hook and by ranks and transport."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    """Rows that differ in their capacity alone, by hook and by ranks and transport; of rungs that have several."""
+    found: dict[tuple[object, ...], list[Row]] = {}
     for row in section.rows:
-        if row.key.plan is not None and isinstance(row.key.plan.bucket_cap_mb, float):
-            place = f"{row.key.world_size} ranks {row.key.transport}"
-            found.setdefault((row.key.rung, str(row.key.plan.hook), place), []).append(row)
-    return {
-        (hook, place): rows for (_, hook, place), rows in found.items() if len({_capacity(row) for row in rows}) > 1
-    }
+        plan = row.key.plan
+        if plan is not None and isinstance(plan.bucket_cap_mb, float):
+            alike = (row.key.rung, replace(plan, bucket_cap_mb=None), row.key.place, row.key.variables)
+            found.setdefault(alike, []).append(row)
+    several = {alike: rows for alike, rows in found.items() if len({_capacity(row) for row in rows}) > 1}
+    series: dict[tuple[str, str], list[Row]] = {}
+    for rows in several.values():
+        hook, place = str(_plan(rows[0]).hook), f"{rows[0].key.world_size} ranks {rows[0].key.transport}"
+        if (hook, place) in series:  # another rung, graph, view or batch
+            hook = f"{hook}, {rows[0].key.rung} {len(series)}"
+        series[hook, place] = rows
+    return series
 
 
 def _bars(section: Section) -> list[Row]:
@@ -92,11 +102,15 @@ def _bars(section: Section) -> list[Row]:
     return [row for row in section.rows if row in best or row not in swept]
 
 
+def _plan(row: Row) -> Plan:
+    assert row.key.plan is not None
+    return row.key.plan
+
+
 def _capacity(row: Row) -> float:
-    plan = row.key.plan
-    assert plan is not None
-    assert isinstance(plan.bucket_cap_mb, float)
-    return plan.bucket_cap_mb
+    capacity = _plan(row).bucket_cap_mb
+    assert isinstance(capacity, float)
+    return capacity
 
 
 def _per_rank(row: Row) -> float:

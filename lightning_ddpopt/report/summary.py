@@ -12,6 +12,11 @@ from lightning_ddpopt.records import Record
 REFERENCES = ("ddp", "ddp_1gpu")
 """Rungs that others on the same ranks and transport are compared with: stock DDP."""
 SINGLE = "single"
+# These make the transport, which stands in the table; torchrun sets the threads by the number of ranks.
+_TOLD_BY_TRANSPORT = {
+    *("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "FI_EFA_ENABLE_SHM_TRANSFER", "OMP_NUM_THREADS"),
+    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_VERSION", "DDPOPT_JOB", "DDPOPT_SESSION"),  # in earlier records
+}
 
 
 class Spread(NamedTuple):
@@ -34,6 +39,8 @@ class SectionKey(NamedTuple):
     model: str
     precision: str
     compiled: bool
+    workload: str
+    data: str
     measure: str
 
 
@@ -47,6 +54,12 @@ class RowKey(NamedTuple):
     num_nodes: int
     transport: str
     images_per_rank: float
+    variables: tuple[tuple[str, str], ...]
+
+    @property
+    def place(self) -> tuple[int, int, str, float]:
+        """What two rows must have in common for their step times to be compared."""
+        return self.world_size, self.num_nodes, self.transport, self.images_per_rank
 
 
 @dataclass(frozen=True)
@@ -80,27 +93,30 @@ class Row:
         return statistics.median(record.steps_per_s for record in self.records)
 
     def paired_ms(self, reference: "Row") -> Spread | None:
-        """Step time less the reference's of the same repeat, in ms; None if the steps are not of equal size."""
-        if self.key.images_per_rank != reference.key.images_per_rank:
-            return None
+        """Step time less the reference's of the same repeat, in ms; None if they have no repeat in common."""
         mine, theirs = self.step_ms_by_repeat, reference.step_ms_by_repeat
         common = mine.keys() & theirs.keys()
         return Spread.of(mine[repeat] - theirs[repeat] for repeat in common) if common else None
 
     def throughput_over(self, reference: "Row") -> float | None:
-        """Images per second over the reference's of the same repeat: the median ratio."""
+        """Images per second and rank over the reference's of the same repeat: the median ratio.
+
+        None if they have no repeat in common, or steps of another size.
+
+        """
         mine, theirs = self.step_ms_by_repeat, reference.step_ms_by_repeat
         common = mine.keys() & theirs.keys()
-        if not common:
+        if not common or self.key.images_per_rank != reference.key.images_per_rank:
             return None
-        images = self.key.images_per_rank * self.key.world_size
-        images_of_reference = reference.key.images_per_rank * reference.key.world_size
-        return statistics.median(theirs[r] / mine[r] for r in common) * images / images_of_reference
+        return statistics.median(theirs[repeat] / mine[repeat] for repeat in common)
+
+    def is_interleaved_with(self, other: "Row") -> bool:
+        """Whether the runs of two rows alternate, as far as their times tell, or there is but one of either."""
+        mine, theirs = ([record.time for record in row.records] for row in (self, other))
+        return min(len(mine), len(theirs)) < 2 or not (max(mine) < min(theirs) or max(theirs) < min(mine))
 
     def same_parameters(self, reference: "Row") -> bool | None:
-        """Whether both trained to the same bits in each repeat; None if they did not train on the same data."""
-        if (self.key.images_per_rank, self.key.world_size) != (reference.key.images_per_rank, reference.key.world_size):
-            return None
+        """Whether both trained to the same bits in each repeat; None if they have no repeat in common."""
         mine, theirs = _parameters(self), _parameters(reference)
         common = mine.keys() & theirs.keys()
         return all(mine[run] == theirs[run] for run in common) if common else None
@@ -122,14 +138,14 @@ class Section:
     def records(self) -> list[Record]:
         return [record for row in self.rows for record in row.records]
 
-    @property
-    def single(self) -> Row | None:
-        """The rung of one device without DDP: the limit."""
-        return next((row for row in self.rows if row.key.rung == SINGLE), None)
+    def single(self, row: Row) -> Row | None:
+        """One device without DDP on batches of the same size: the limit."""
+        alone = (other for other in self.rows if other.key.rung == SINGLE and other.key.world_size == 1)
+        return next((other for other in alone if other.key.images_per_rank == row.key.images_per_rank), None)
 
     def reference(self, row: Row) -> Row:
-        """What `row` is compared with: stock DDP on the same ranks and transport, or else the first rung there."""
-        there = [other for other in self.rows if _place(other) == _place(row)]
+        """What `row` is compared with: stock DDP in the same place, or else the first rung there."""
+        there = [other for other in self.rows if other.key.place == row.key.place]
         return next((other for other in there if other.key.rung in REFERENCES), there[0])
 
 
@@ -151,15 +167,20 @@ def _row_key(record: Record) -> RowKey:
         record.num_nodes,
         "+".join(kinds),
         record.images_per_step / record.world_size,
+        tuple(sorted((name, value) for name, value in record.variables.items() if name not in _TOLD_BY_TRANSPORT)),
     )
 
 
 def _section_key(record: Record) -> SectionKey:
-    return SectionKey(record.device, record.model, record.precision, record.compiled, record.measure)
-
-
-def _place(row: Row) -> tuple[int, int, str]:
-    return row.key.world_size, row.key.num_nodes, row.key.transport
+    return SectionKey(
+        record.device,
+        record.model,
+        record.precision,
+        record.compiled,
+        record.workload,
+        record.data,
+        record.measure,
+    )
 
 
 def _parameters(row: Row) -> dict[tuple[int, int | None], str]:

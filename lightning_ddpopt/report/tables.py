@@ -45,8 +45,11 @@ Cell = Callable[[Row], str]
 
 def tables(section: Section) -> list[TextTable]:
     """How fast the rows are, and what they trained and sent."""
+    shared = set.intersection(*(set(row.key.variables) for row in section.rows))
     where: dict[str, Cell] = {
-        "rung": lambda row: row.key.label,
+        "rung": lambda row: " ".join(
+            [row.key.label, *(f"{k}={v}" for k, v in row.key.variables if (k, v) not in shared)]
+        ),
         "ranks": lambda row: _ranks(row.key.world_size, row.key.num_nodes),
         "transport": lambda row: row.key.transport,
     }
@@ -55,9 +58,9 @@ def tables(section: Section) -> list[TextTable]:
     speed = where | {
         "runs": lambda row: str(len(row.records)),
         "step ms": lambda row: _spread(row.step_ms),
-        "Δ ms": lambda row: _against(section, row, lambda other: _signed(row.paired_ms(other))),
+        "Δ ms": lambda row: _against(section, row, lambda other: _signed(row.paired_ms(other)), "ref"),
         "images/s": lambda row: f"{row.images_per_s:.0f}",
-        "vs ddp": lambda row: _against(section, row, lambda other: _percent(row.throughput_over(other))),
+        "vs ref": lambda row: _against(section, row, lambda other: _percent(row.throughput_over(other))),
         "of single": lambda row: _of_single(section, row),
         "steps/s": lambda row: f"{row.steps_per_s:.2f}",
     }
@@ -70,9 +73,10 @@ def tables(section: Section) -> list[TextTable]:
         "parameters": lambda row: _against(section, row, lambda other: _same(row.same_parameters(other))),
     }
     notes = [
-        "step ms: median and range over the runs, of the slowest rank's median step. Δ and vs ddp: paired by repeat"
-        " with stock ddp on the same ranks and transport, or else with the first rung there.",
-        "of single: images/s per rank over the single device's. steps/s: by wall time, the loader included.",
+        "step ms: median and range over the runs, of the slowest rank's median step. ref: stock ddp, or else the first"
+        " rung, on the same ranks and transport with the same batch; Δ and vs ref are paired with it by repeat.",
+        "of single: images/s per rank over the single device's, with the same batch, paired. steps/s: by wall time, the"
+        " loader included.",
         *_cautions(section),
     ]
     facts = _facts(section.records)
@@ -103,6 +107,8 @@ def comparison_table(compared: ComparedSection) -> TextTable:
         f"Before: {_facts(compared.before.records)}",
         f"After: {_facts(compared.after.records)}",
     ]
+    if compared.ambiguous:
+        notes.append(f"Left out, several rows of that name and none with one plan: {', '.join(compared.ambiguous)}.")
     if compared.only_in_one:
         notes.append(f"Only in one of them: {', '.join(compared.only_in_one)}.")
     device = devices[0] if devices[0] == devices[1] else " against ".join(devices)
@@ -115,7 +121,9 @@ def comparison_table(compared: ComparedSection) -> TextTable:
 def title(key: SectionKey) -> str:
     """A section in one line."""
     compiled = ", torch.compile" if key.compiled else ""
-    return f"{key.model}, {key.precision}{compiled}, on {key.device}, measure {key.measure}"
+    workload = ", ".join(part for part in (key.workload, key.data) if part)
+    what = f"{key.model} ({workload})" if workload else key.model
+    return f"{what}, {key.precision}{compiled}, on {key.device}, measure {key.measure}"
 
 
 def _table(name: str, cells: dict[str, Cell], rows: Sequence[Row], notes: Iterable[str]) -> TextTable:
@@ -130,7 +138,13 @@ def _cautions(section: Section) -> list[str]:
     short = [f"{_counted(found, noun)} where a claim needs {needed}"
              for found, needed, noun in ((steps, CLAIM_STEPS, "timed step"), (repeats, CLAIM_REPEATS, "repeat"))
              if found < needed]  # fmt: skip
-    return [f"Not for claims: {' and '.join(short)}. Small differences are noise."] if short else []
+    cautions = [f"Not for claims: {' and '.join(short)}. Small differences are noise."] if short else []
+    apart = [row.key.label for row in section.rows if not row.is_interleaved_with(section.reference(row))]
+    if apart:
+        cautions.append(
+            f"Not interleaved with the reference, so that drift counts as a difference: {', '.join(apart)}."
+        )
+    return cautions
 
 
 def _facts(records: Sequence[Record]) -> str:
@@ -156,17 +170,16 @@ def _ranks(world_size: int, num_nodes: int) -> str:
     return str(world_size) if num_nodes == 1 else f"{world_size} on {num_nodes} nodes"
 
 
-def _against(section: Section, row: Row, show: Callable[[Row], str]) -> str:
-    """A cell that compares a row with its reference; empty for the reference itself."""
+def _against(section: Section, row: Row, show: Callable[[Row], str], itself: str = "") -> str:
+    """A cell that compares a row with its reference; ``itself`` for the reference."""
     other = section.reference(row)
-    return "" if other is row else show(other)
+    return itself if other is row else show(other)
 
 
 def _of_single(section: Section, row: Row) -> str:
-    single = section.single
-    if single is None or row is single:
-        return ""
-    return f"{100 * row.images_per_s / row.key.world_size / single.images_per_s:.1f} %"
+    single = section.single(row)
+    ratio = None if single is None or row is single else row.throughput_over(single)
+    return "" if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def _spread(spread: Spread) -> str:

@@ -142,7 +142,7 @@ def test_rungs_are_the_articles(rung: str) -> None:
     assert config.rung == rung
     assert config.label.startswith("none cap" if rung == "bucket_sweep" else rung)
     assert config.trainer.devices == (1 if rung in ("single", "ddp_1gpu") else 2)
-    assert train.plan_of(config, hydra.utils.instantiate(config.strategy)) == RUNGS[rung]
+    assert train.plan_asked(config, hydra.utils.instantiate(config.strategy)) == RUNGS[rung]
 
 
 def test_the_grid_is_the_articles() -> None:

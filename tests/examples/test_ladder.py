@@ -92,8 +92,14 @@ def test_the_ladder_goes_on_after_a_failure_and_tells(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--rungs", "ddp,nothing"], "'nothing' is none of single, ddp_1gpu, ddp,"),
-        (["--num-nodes", "2"], "both --num-nodes and --rendezvous"),
-        (["--rendezvous", "host:29500"], "both --num-nodes and --rendezvous"),
+        (["--num-nodes", "2"], "both --num-nodes and --rendezvous HOST:PORT"),
+        (["--rendezvous", "host:29500"], "both --num-nodes and --rendezvous HOST:PORT"),
+        (["--num-nodes", "2", "--rendezvous", "host"], "both --num-nodes and --rendezvous HOST:PORT"),
+        (["--num-nodes", "2", "--rendezvous", "host:65000"], "there are 65535"),
+        (["--num-nodes", "2", "--rendezvous", "host:29500", "--rungs", "single"], "none of single runs on 0 GPU"),
+        (["--transports", "tcp"], "'tcp' is none of auto, p2p, shm, net"),
+        (["--devices", "2,x"], "'2,x' must be numbers of at least 1"),
+        (["--repeats", "0"], "must be at least 1"),
     ],
 )
 def test_mistakes(tmp_path: Path, arguments: list[str], said: str) -> None:

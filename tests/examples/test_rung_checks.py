@@ -52,7 +52,7 @@ def wrapper(static_graph: bool = True, gradient_as_bucket_view: bool = True) -> 
 
 
 def check(record: Record, wrapped: Any = None, layout: Layout = LAYOUT, devices: Any = 2) -> None:
-    check_rung(record, wrapped or wrapper(), layout, devices)
+    check_rung(record, record.plan, wrapped or wrapper(), layout, devices)
 
 
 def test_what_did_as_it_says_passes() -> None:
@@ -68,7 +68,9 @@ def test_what_did_as_it_says_passes() -> None:
 
 
 def test_a_run_without_ddp_passes() -> None:
-    check_rung(replace(GOOD, world_size=1, plan=None, transports=[]), None, None, 1)
+    alone = replace(GOOD, world_size=1, plan=None, transports=[])
+    check_rung(alone, None, None, None, 1)
+    check_rung(alone, Plan(), None, None, 1)  # ours around one device
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,19 @@ def test_what_did_something_else_is_refused(change: dict[str, Any], wrapped: Any
 
 def test_a_run_that_was_not_wrapped_is_refused() -> None:
     with pytest.raises(RuntimeError, match="nothing was wrapped, but the plan is: static graph"):
-        check_rung(GOOD, None, None, 2)
+        check_rung(GOOD, GOOD.plan, None, None, 2)
+
+
+def test_ddp_where_none_was_asked_for_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"no DDP was asked for, 2 rank\(s\) trained under SimpleNamespace"):
+        check_rung(replace(GOOD, plan=None), None, wrapper(), LAYOUT, 2)
+    with pytest.raises(RuntimeError, match=r"no DDP was asked for, 2 rank\(s\)"):
+        check_rung(replace(GOOD, plan=None), None, None, None, 2)
+
+
+def test_another_plan_than_that_asked_for_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"the plan is static graph.*asked for .*hook bf16 \(is DDPOPT_DISABLE set"):
+        check_rung(GOOD, replace(GOOD.plan, hook=HookSpec("bf16")), wrapper(), LAYOUT, 2)
 
 
 @pytest.mark.parametrize("sent", [all_reduce_bytes_sent(8 * MIB, 2), None])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import Ranks
 from scenarios import Messages, Mlp, data, state_of, trainer
@@ -281,20 +282,21 @@ def test_optimizers_that_take_turns_have_a_forward_each(two_ranks: Ranks) -> Non
         ]
 
 
-def refused(profiler: str) -> tuple[str, list[str]]:
+def refused(profiler: str, folder: str) -> tuple[str, list[str]]:
     messages = Messages()
     callbacks = [NsysCallback(profiler=profiler), NsysCallback(profiler=profiler)]
     with pytest.raises(ValueError, match="two NsysCallbacks") as error:
         trainer(DDPOptStrategy(), max_steps=2, callbacks=callbacks).fit(Mlp(), data())
-    with_profiler = trainer(DDPOptStrategy(), max_steps=3, callbacks=callbacks[:1], profiler="pytorch")
+    theirs = PyTorchProfiler(dirpath=folder, filename="theirs")
+    with_profiler = trainer(DDPOptStrategy(), max_steps=3, callbacks=callbacks[:1], profiler=theirs)
     callbacks[0].warmup_steps, callbacks[0].output = 1, "/nowhere/x"
     with_profiler.fit(Mlp(), data())
     messages.close()
     return str(error.value), messages.texts
 
 
-def test_two_profilers_at_once_are_refused(two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (error, said), (_, silent) = two_ranks(refused, "torch")
+def test_two_profilers_at_once_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    (error, said), (_, silent) = two_ranks(refused, "torch", str(tmp_path))
     assert "remove one of them" in error
     assert any("the Trainer has a PyTorchProfiler" in text for text in said)
     assert not any("PyTorchProfiler" in text for text in silent)

@@ -89,8 +89,8 @@ def test_differences_are_paired_by_repeat() -> None:
     assert section.reference(rows["bf16"]) is rows["ddp"]
     assert rows["bf16"].paired_ms(rows["ddp"]) == Spread(-10.0, -13.0, -7.0)
     assert rows["bf16"].throughput_over(rows["ddp"]) == pytest.approx(np.median([100 / 90, 104 / 91, 102 / 95]))
-    assert rows["accumulate"].paired_ms(rows["ddp"]) is None, "a step of other size"
-    assert rows["accumulate"].throughput_over(rows["ddp"]) == pytest.approx(np.median([100 / 90, 104 / 91, 102 / 95]))
+    assert section.reference(rows["accumulate"]) is rows["accumulate"], "steps of another size are not compared"
+    assert rows["accumulate"].throughput_over(rows["ddp"]) is None
 
 
 def test_repeats_that_one_side_lacks_are_not_paired() -> None:
@@ -111,14 +111,13 @@ def test_equal_parameters() -> None:
     _, rows = rows_of(ladder())
     assert rows["view"].same_parameters(rows["ddp"]) is True
     assert rows["bf16"].same_parameters(rows["ddp"]) is False
-    assert rows["accumulate"].same_parameters(rows["ddp"]) is None
-    assert rows["single"].same_parameters(rows["ddp"]) is None
 
 
 def test_what_differs_stands_apart() -> None:
     base = record("ddp", 0, 100.0)
     others = {"device": "CPU", "model": "vit_tiny", "precision": "bf16-mixed", "compiled": True, "measure": "article"}
-    assert len(sections([base, *(replace(base, **{name: value}) for name, value in others.items())])) == 6
+    others |= {"workload": "adamw", "data": "digits"}
+    assert len(sections([base, *(replace(base, **{name: value}) for name, value in others.items())])) == 8
     rows = [
         {"plan": Plan()},
         {"transports": ["NET/Socket"]},
@@ -128,6 +127,10 @@ def test_what_differs_stands_apart() -> None:
     ]
     (section,) = sections([base, *(replace(base, **change) for change in rows), replace(base, repeat=1)])
     assert len(section.rows) == 6
+    tuned = replace(base, variables={"NCCL_MIN_NCHANNELS": "8", "NCCL_P2P_DISABLE": "1"})
+    (section,) = sections([base, tuned])
+    assert [row[0] for row in tables(section)[0].rows] == ["ddp", "ddp NCCL_MIN_NCHANNELS=8"]
+    assert len(sections([base, replace(base, variables={"OMP_NUM_THREADS": "1"})])[0].rows) == 1
 
 
 def test_the_reference_is_stock_ddp_in_the_same_place() -> None:
@@ -143,7 +146,20 @@ def test_the_reference_is_stock_ddp_in_the_same_place() -> None:
     (section,) = sections(runs)
     references = [section.reference(row).key.rung for row in section.rows]
     assert references == ["ddp", "ddp", "view", "view", "ddp_1gpu", "ddp_1gpu"]
-    assert section.single is section.rows[5]
+    assert section.single(section.rows[0]) is section.rows[5]
+    assert section.single(Row(section.rows[0].key._replace(images_per_rank=256), ())) is None, "of another batch"
+
+
+def test_a_single_of_two_ranks_is_no_limit() -> None:
+    (section,) = sections([record("single", 0, 50.0, None, 2), record("ddp", 0, 100.0)])
+    assert section.single(section.rows[1]) is None
+
+
+def test_runs_that_were_not_interleaved_are_told() -> None:
+    runs = [record(rung, repeat, 100.0, time=f"2026-12-01T0{hour}:00:00") for hour, (rung, repeat) in
+            enumerate([("ddp", 0), ("ddp", 1), ("bf16", 0), ("bf16", 1)])]  # fmt: skip
+    assert "Not interleaved with the reference, so that drift counts as a difference: bf16." in _notes(runs)
+    assert "Not interleaved" not in _notes(ladder())
 
 
 def cells(records: list[Record], table: int) -> dict[str, dict[str, str]]:
@@ -163,12 +179,12 @@ def test_the_table_of_speed() -> None:
         "step ms": "91.00 (90.00 to 95.00)",
         "Δ ms": "-10.00 (-13.00 to -7.00)",
         "images/s": "703",
-        "vs ddp": "+11.1 %",
-        "of single": "89.0 %",
+        "vs ref": "+11.1 %",
+        "of single": "88.9 %",
         "steps/s": "9.89",
     }
-    assert (shown["ddp"]["Δ ms"], shown["ddp"]["vs ddp"], shown["single"]["of single"]) == ("", "", "")
-    assert shown["accumulate"]["Δ ms"] == ""
+    assert (shown["ddp"]["Δ ms"], shown["ddp"]["vs ref"], shown["single"]["of single"]) == ("ref", "", "")
+    assert (shown["accumulate"]["Δ ms"], shown["accumulate"]["of single"]) == ("ref", "")
 
 
 def test_the_table_of_outcomes() -> None:
@@ -191,7 +207,7 @@ def test_the_table_of_outcomes() -> None:
 def test_too_few_runs_are_not_for_claims() -> None:
     notes = [" ".join(tables(section)[0].notes) for section in sections(ladder())]
     assert "Not for claims: 3 repeats where a claim needs 5. Small" in notes[0]
-    short = [replace(run, steps_ms_by_rank=[[1.0]]) for run in ladder() if run.repeat == 0]
+    short = [replace(run, steps_ms_by_rank=run.world_size * [[1.0]]) for run in ladder() if run.repeat == 0]
     assert "1 timed step where a claim needs 30 and 1 repeat where a claim needs 5" in _notes(short)
     enough = [replace(run, repeat=repeat) for run in ladder()[:5] for repeat in range(5)]
     assert "Not for claims" not in " ".join(tables(sections(enough)[0])[0].notes)
@@ -228,6 +244,21 @@ def test_noise_is_no_difference() -> None:
     assert line.high is not None
     assert line.low < 1 < line.high
     assert not line.differs
+
+
+def test_compared_rows_have_one_plan_or_are_alone() -> None:
+    caps = [record("ddp", 0, ms, replace(STOCK, bucket_cap_mb=cap)) for ms, cap in ((90.0, 25), (100.0, 2000))]
+    (compared,) = compare(caps, caps[::-1])
+    assert [line.ratio for line in compared.comparisons] == [1, 1]
+    (compared,) = compare(caps, [record("ddp", 0, 50.0, Plan())])
+    assert (compared.comparisons, compared.ambiguous) == ((), ("ddp on 2 over P2P",))
+
+
+def test_a_set_is_compared_on_its_own_device() -> None:
+    here, there = record("ddp", 0, 100.0), record("ddp", 0, 200.0, device="A100")
+    assert [line.ratio for c in compare([here], [there, here]) for line in c.comparisons] == [1]
+    other = record("ddp", 0, 300.0, device="B200")
+    assert [line.ratio for c in compare([here], [there, other]) for line in c.comparisons] == pytest.approx([2, 3])
 
 
 def test_one_run_has_no_interval_and_missing_rows_are_named() -> None:
@@ -278,9 +309,15 @@ def test_a_picture_shows_of_a_sweep_the_best_and_a_line_a_hook() -> None:
     assert {hook: len(rows) for (hook, _), rows in plots._sweep(section).items()} == {"none": 3, "bf16": 3}
 
 
+def test_a_line_for_each_swept_rung() -> None:
+    others = [replace(run, rung="ddp", label=f"ddp {run.label}") for run in sweep()]
+    (section,) = sections([*sweep(), *others])
+    assert sorted(hook for hook, _ in plots._sweep(section)) == ["bf16", "bf16, ddp 3", "none", "none, ddp 2"]
+
+
 def test_the_command_compares(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ladder())
-    write(tmp_path / "b.jsonl", [replace(run, steps_ms_by_rank=[[50.0] * 30]) for run in ladder()])
+    write(tmp_path / "b.jsonl", [replace(run, steps_ms_by_rank=run.world_size * [[50.0] * 30]) for run in ladder()])
     done = CliRunner().invoke(app, ["report", "--compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     assert done.exit_code == 0, done.output
     assert re.search(r"ddp +2 +P2P +102\.00 \(100\.00 to 104\.00\) +50\.00 +3, 3 +0\.4903 .* faster", done.output)
@@ -302,7 +339,7 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argu
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     write(Path("full", "r.jsonl"), ladder())
-    write(Path("other", "r.jsonl"), [record("ddp", 0, 1.0, model="another")])
+    write(Path("other", "r.jsonl"), [record("ddp", 0, 100.0, model="another")])
     done = CliRunner().invoke(app, ["report", *arguments])
     assert done.exit_code == 2
     assert said in re.sub(r"[\s│]+", " ", done.output)

@@ -63,6 +63,8 @@ def test_variables_without_names_of_the_machine() -> None:
         "OMP_NUM_THREADS": "1",
         "HOME": "/home/me",
         "DDPOPT_DISABLE": "1",
+        "DDPOPT_JOB": "/tmp/x",
+        "NCCL_DEBUG": "INFO",
     }
     assert exchange_variables(given) == {"DDPOPT_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 

@@ -9,9 +9,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_ddpopt import HookSpec, Plan
 from lightning_ddpopt.records import RECORD_SCHEMA, Record, append_record, read_records
+from lightning_ddpopt.report.summary import sections
+from lightning_ddpopt.report.tables import tables
+
+WRONG = [None, True, 0, -1, 1.5, "x", "", [], [1], ["x"], [[1.0], [2.0]], [[0.0], [1.0]], {}, {"a": "b"}, {"a": 1}]
 
 RECORD = Record(
     rung="bf16",
@@ -100,6 +106,16 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, caplog: pytest.LogCapture
         json.dumps(RECORD.to_dict() | {"steps_ms_by_rank": 7}).encode(),
         json.dumps(RECORD.to_dict() | {"steps_ms_by_rank": [[-1.0]]}).encode(),
         json.dumps(RECORD.to_dict() | {"images_per_step": 0}).encode(),
+        json.dumps(RECORD.to_dict() | {"steps_ms_by_rank": [[1.0]]}).encode(),
+        json.dumps(RECORD.to_dict() | {"steps_ms_by_rank": [[1.0], [float("nan")]]}).encode(),
+        json.dumps(RECORD.to_dict() | {"label": None}).encode(),
+        json.dumps(RECORD.to_dict() | {"time": None}).encode(),
+        json.dumps(RECORD.to_dict() | {"versions": None}).encode(),
+        json.dumps(RECORD.to_dict() | {"transports": [1]}).encode(),
+        json.dumps(RECORD.to_dict() | {"world_size": 0}).encode(),
+        json.dumps(RECORD.to_dict() | {"repeat": True}).encode(),
+        json.dumps(RECORD.to_dict() | {"steps_per_s": float("inf")}).encode(),
+        b"[" * 100_000,
         json.dumps(RECORD.to_dict() | {"plan": {"schema": 1, "bucket_cap_mb": -1}}).encode(),
     ],
 )
@@ -110,6 +126,30 @@ def test_what_is_no_record_is_left_out_and_named(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert read_records([path]) == [RECORD]
     assert f"{path}: line 1" in caplog.text
+
+
+@given(st.sampled_from([f.name for f in fields(Record)]), st.sampled_from(WRONG))
+def test_no_wrong_value_gets_into_a_report(name: str, value: object) -> None:
+    data = RECORD.to_dict() | {name: value}
+    try:
+        record = Record.from_dict(data)
+    except ValueError:
+        return
+    json.dumps(record.to_dict(), allow_nan=False)
+    assert record.step_ms > 0
+    for section in sections([record, RECORD]):
+        assert tables(section)
+
+
+def test_a_run_that_diverged_is_kept(tmp_path: Path) -> None:
+    append_record(tmp_path / "records.jsonl", replace(RECORD, loss=None))
+    assert read_records([tmp_path])[0].loss is None
+
+
+def test_a_file_given_twice_counts_once_and_a_folder_is_no_file(tmp_path: Path) -> None:
+    append_record(tmp_path / "records.jsonl", RECORD)
+    (tmp_path / "folder.jsonl").mkdir()
+    assert read_records([tmp_path, tmp_path / "records.jsonl"]) == [RECORD]
 
 
 def test_keys_of_later_versions_are_ignored() -> None:
@@ -123,12 +163,12 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 def test_nan_is_no_figure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        append_record(tmp_path / "records.jsonl", replace(RECORD, loss=float("nan")))
+        append_record(tmp_path / "records.jsonl", replace(RECORD, peak_memory_mib=float("nan")))
     assert read_records([tmp_path]) == []
 
 
 def _write(path: Path, writer: int) -> None:
-    steps = [[float(step + 1) for step in range(5000)]]  # a line larger than any buffer
+    steps = 2 * [[float(step + 1) for step in range(5000)]]  # a line larger than any buffer
     for number in range(20):
         append_record(path, replace(RECORD, seed=writer, repeat=number, steps_ms_by_rank=steps))
 
