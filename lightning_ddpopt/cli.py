@@ -34,6 +34,9 @@ def report(
         raise typer.BadParameter(f"--compare takes two paths, before and after; got {len(paths)}.")
     if compare and png is not None:
         raise typer.BadParameter("--png draws one set of records; leave out --compare.")
+    for file in (markdown, png):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{file}: its folder does not exist.")
     try:
         sets = [read_records([path]) for path in paths] if compare else [read_records(paths)]
     except FileNotFoundError as error:
@@ -88,6 +91,8 @@ def analyze(
     from lightning_ddpopt.profiling.tables import before_after_table, findings_text, tables
     from lightning_ddpopt.profiling.traces import TraceError, load
 
+    if html is not None and not html.parent.is_dir():
+        raise typer.BadParameter(f"--html {html}: there is no folder {html.parent}.")
     try:
         after = analyzed(load(reports))
         before = analyzed(load(baseline)) if baseline else None

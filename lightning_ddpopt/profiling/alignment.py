@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 MAX_RESIDUAL = 0.1
 """Ends may lie this part of their collective's time apart, in the median, before the ranks count as not alignable."""
-_MIN_RESIDUAL_NS = 100_000  # NCCL's ends lie microseconds apart, gloo's some tens of them
+MIN_RESIDUAL_NS, MAX_RESIDUAL_NS = 100_000, 3_000_000
+"""But this far in any case, and never further. NCCL's ends lie microseconds apart, gloo's some tens of them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def align(ranks: Sequence[Sequence[tuple[int, int]]]) -> Aligned | None:
     by_collective = list(zip(*moved, strict=True))
     spread = statistics.median(max(end for _, end in same) - min(end for _, end in same) for same in by_collective)
     longest = statistics.median(max(end - start for start, end in same) for same in by_collective)
-    if spread > max(MAX_RESIDUAL * longest, _MIN_RESIDUAL_NS):
+    if spread > min(max(MAX_RESIDUAL * longest, MIN_RESIDUAL_NS), MAX_RESIDUAL_NS):
         return None
     last = [max(start for start, _ in same) for same in by_collective]
     earliest = [min(start for start, _ in same) for same in by_collective]
@@ -65,3 +66,8 @@ def align(ranks: Sequence[Sequence[tuple[int, int]]]) -> Aligned | None:
         ),
         tuple(tuple(start - then for (start, _), then in zip(rank, earliest, strict=True)) for rank in moved),
     )
+
+
+def overlap(windows: Sequence[tuple[int, int]]) -> bool:
+    """Whether all windows, as (start, end) in ns of one clock, have a moment in common."""
+    return max(start for start, _ in windows) <= min(end for _, end in windows)

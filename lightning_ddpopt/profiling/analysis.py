@@ -5,13 +5,13 @@ The results are values of ``figures``; what to make of them is left to ``finding
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
-from lightning_ddpopt.profiling.alignment import Aligned, align
-from lightning_ddpopt.profiling.copies import backward_passes, blocking_copies, gradient_copies
+from lightning_ddpopt.profiling.alignment import Aligned, align, overlap
+from lightning_ddpopt.profiling.copies import backward_passes, blocking_copies, early_exchanges, gradient_copies
 from lightning_ddpopt.profiling.events import REDUCTIONS, Trace, rows
 from lightning_ddpopt.profiling.figures import Analysis, Collective, Figures, RankAnalysis, Spans, Timeline, mean_of
 from lightning_ddpopt.profiling.overlap import Interval, clip, difference, intersection, merge, total
@@ -30,10 +30,19 @@ _TIMELINE_PIECES = 1500
 """The timeline joins pieces that are closer than the step over this: they would not be seen apart."""
 _UNEVEN = 0.05  # of the first step
 
+_PARTS: Mapping[str, frozenset[str]] = {
+    "data wait": frozenset({FORWARD}),
+    FORWARD: frozenset({FORWARD, BACKWARD}),
+    BACKWARD: frozenset({BACKWARD}),
+    OPTIMIZER: frozenset({BACKWARD}),
+    "other": frozenset({BACKWARD}),
+}
+"""The parts of a step, and what must be in a step before they can be told."""
+
 
 @dataclass
 class _Call:
-    """One collective as one rank saw it; ``wait_ns`` is -1 until ranks are aligned."""
+    """One collective as one rank saw it: ``row`` of its operations. ``wait_ns`` is -1 until ranks are aligned."""
 
     start_ns: int
     end_ns: int
@@ -41,6 +50,7 @@ class _Call:
     payload_bytes: int
     group_size: int
     bucket: tuple[int, int, str] | None
+    row: int
     exposed_ns: int = 0
     wait_ns: int = -1
     late_ns: int = -1
@@ -74,14 +84,27 @@ def analyze(traces: Sequence[Trace]) -> Analysis:
         notes.append(f"The traces do not tell the world size: it is taken as the {world_size} that were given.")
     elif world_size is not None and len(traces) < world_size:
         notes.append(f"{len(traces)} of {world_size} ranks were given: waiting for the others counts as wire.")
-    aligned = _align(ranks, calls)
-    if len(traces) > 1 and aligned is None and any(any(step) for rank in calls for step in rank):
+    is_one_time = overlap([_window(trace) for trace in traces if trace.epoch_ns is not None] or [(0, 0)])
+    aligned = _align(ranks, calls) if is_one_time else None
+    if not is_one_time:
+        notes.append(
+            "The traces were recorded at different times, by the hosts' clocks: they are not of one run, or the clocks"
+            " are wrong. Wire and wait cannot be told."
+        )
+    elif len(traces) > 1 and aligned is None and any(any(step) for rank in calls for step in rank):
         notes.append(
             "The ranks' collectives do not match in their steps, order and ends: wire and wait cannot be told."
         )
-    notes += [note for rank, of_rank in zip(ranks, calls, strict=True) for note in _uneven_start(rank, of_rank)]
+    left_out, told_of = _uneven_start(ranks, calls)
+    notes += told_of
     offsets = aligned.offset_ns if aligned is not None else None
-    return _summary(ranks, calls, world_size, offsets, tuple(notes))
+    return _summary(ranks, calls, world_size, offsets, left_out, tuple(notes))
+
+
+def _window(trace: Trace) -> Interval:
+    """When the trace was recorded, in Unix time."""
+    zero = trace.epoch_ns or 0
+    return zero + int(trace.operations["start_ns"].min()), zero + int(trace.operations["end_ns"].max())
 
 
 def _notes(ranks: Sequence[Phased]) -> list[str]:
@@ -96,17 +119,28 @@ def _notes(ranks: Sequence[Phased]) -> list[str]:
     ]
 
 
-def _uneven_start(rank: Phased, calls: Sequence[Sequence[_Call]]) -> list[str]:
-    """A note if the first step waits far longer than the others: profilers do not start on all ranks at once."""
-    waits = [sum(max(call.wait_ns, 0) for call in step) for step in calls]
-    later = max(waits[1:], default=-1)
-    first = rank.steps[0]
-    if later < 0 or waits[0] < 3 * later or waits[0] < _UNEVEN * (first.end_ns - first.start_ns):
-        return []
-    return [
-        f"Rank {rank.trace.rank} waits {_ms(waits[0]):.1f} ms in {first.name}, the first step, and at most"
-        f" {_ms(later):.1f} ms in a later one: the ranks' profilers did not start together. Its means include that."
-    ]
+def _uneven_start(ranks: Sequence[Phased], calls: Sequence[Sequence[Sequence[_Call]]]) -> tuple[set[str], list[str]]:
+    """Names of first steps in which a rank waits far longer than in the others, and notes on them.
+
+    Profilers do not start on all ranks at once. Such a step is of no use on any rank, but it is kept where a rank has
+    no other one.
+
+    """
+    found: list[tuple[str, str]] = []
+    for rank, of_rank in zip(ranks, calls, strict=True):
+        waits = [sum(max(call.wait_ns, 0) for call in step) for step in of_rank]
+        first, later = rank.steps[0], max(waits[1:], default=0)
+        if 0 < waits[0] >= max(3 * later, _UNEVEN * (first.end_ns - first.start_ns)):
+            than = (
+                f", the first step, and at most {_ms(later):.1f} ms in a later one" if waits[1:] else ", its only step"
+            )
+            found.append((first.name, f"Rank {rank.trace.rank} waits {_ms(waits[0]):.1f} ms in {first.name}{than}: "))
+    left_out = {name for name, _ in found}
+    if all({step.name for step in rank.steps} - left_out for rank in ranks):
+        end = "the ranks' profilers did not start together. All ranks' means are without this step."
+        return left_out, [note + end for _, note in found]
+    end = "perhaps the ranks' profilers did not start together. The step is kept, for want of others: record more."
+    return set(), [note + end for _, note in found]
 
 
 def _summary(
@@ -114,33 +148,47 @@ def _summary(
     calls: Sequence[Sequence[Sequence[_Call]]],
     world_size: int | None,
     offsets: Sequence[int] | None,
+    left_out: set[str],
     notes: tuple[str, ...],
 ) -> Analysis:
-    shown = _shown_steps(ranks)
+    kept = [
+        [index for index, step in enumerate(rank.steps) if step.name not in left_out] or list(range(len(rank.steps)))
+        for rank in ranks
+    ]
+    shown = _shown_steps(ranks, kept)
+    last, compared = _last_by_step(ranks, calls, kept)
     if offsets is None:
         zeros = [rank.steps[step].start_ns for rank, step in zip(ranks, shown, strict=True)]
     else:
         begins = [rank.steps[step].start_ns - offset for rank, step, offset in zip(ranks, shown, offsets, strict=True)]
         zeros = [min(begins) + offset for offset in offsets]
     made = []
-    for rank, of_rank, step, zero in zip(ranks, calls, shown, zeros, strict=True):
-        figures = tuple((s.name, _figures(rank, index, of_rank[index])) for index, s in enumerate(rank.steps))
-        late = [call.late_ns for calls_ in of_rank for call in calls_ if call.late_ns >= 0]
-        is_last = [call.wait_ns == 0 for calls_ in of_rank for call in calls_ if call.late_ns >= 0]
+    for rank, of_rank, step, zero, meant, last_steps in zip(ranks, calls, shown, zeros, kept, last, strict=True):
+        has_buckets = any(call.bucket is not None for calls_ in of_rank for call in calls_)
+        figures = tuple(
+            (s.name, _figures(rank, index, of_rank[index], has_buckets)) for index, s in enumerate(rank.steps)
+        )
+        aligned = [call for index in meant for call in of_rank[index] if call.late_ns >= 0]
+        late = [call.late_ns for call in aligned]
+        is_last = [call.wait_ns == 0 for call in aligned]
         made.append(
             RankAnalysis(
                 rank.trace.rank,
                 rank.trace.source,
                 rank.trace.path.name,
-                mean_of([figure for _, figure in figures]),
+                mean_of([figures[index][1] for index in meant]),
                 figures,
-                _collectives(of_rank, world_size),
+                _collectives([of_rank[index] for index in meant], world_size),
                 statistics.mean(late) / 1e6 if late else None,
                 statistics.mean(is_last) if is_last else None,
+                last_steps if late else None,
                 _timeline(rank, step, of_rank[step], zero),
+                tuple(s.name for index, s in enumerate(rank.steps) if index not in meant),
             )
         )
     late_ms = {rank.rank: rank.late_ms for rank in made if rank.late_ms is not None}
+    if any(rank.mean.backward_ms is None for rank in made):
+        notes = (*notes, "A step without a backward pass has no parts: those that are left empty cannot be told.")
     return Analysis(
         tuple(made),
         mean_of([rank.mean for rank in made]),
@@ -149,7 +197,23 @@ def _summary(
         any(_is_ddp(rank.trace) for rank in ranks) or any(any(step) for rank in calls for step in rank),
         max(late_ms, key=lambda rank: late_ms[rank]) if late_ms else None,
         notes,
+        compared,
     )
+
+
+def _last_by_step(
+    ranks: Sequence[Phased], calls: Sequence[Sequence[Sequence[_Call]]], kept: Sequence[Sequence[int]]
+) -> tuple[list[int], int]:
+    """In how many steps each rank is the latest, in the mean over the step's collectives, and in how many any is."""
+    late: dict[str, list[float]] = {}
+    for rank, of_rank, meant in zip(ranks, calls, kept, strict=True):
+        for index in meant:
+            lates = [call.late_ns for call in of_rank[index] if call.late_ns >= 0]
+            if lates:
+                late.setdefault(rank.steps[index].name, []).append(statistics.mean(lates))
+    compared = [by_rank for by_rank in late.values() if len(by_rank) == len(ranks)]
+    last = [by_rank.index(max(by_rank)) for by_rank in compared]
+    return [last.count(place) for place in range(len(ranks))], len(compared)
 
 
 def _is_ddp(trace: Trace) -> bool:
@@ -168,11 +232,12 @@ def _calls(rank: Phased) -> list[list[_Call]]:
         launches = [(int(row.launch_ns), int(row.thread), str(row.collective)) for row in rows(table)]
         compute = _compute(rank, step)
         calls = []
-        for row, bucket in zip(rows(table), assign_buckets(launches, inside), strict=True):
+        for place, row, bucket in zip(table.index, rows(table), assign_buckets(launches, inside), strict=True):
             payload = int(row.payload_bytes)
             if payload < 0 and bucket is not None and bucket[2] == "none":
                 payload = bucket[1]
-            call = _Call(int(row.start_ns), int(row.end_ns), str(row.collective), payload, int(row.group_size), bucket)
+            call = _Call(int(row.start_ns), int(row.end_ns), str(row.collective), payload, int(row.group_size), bucket,
+                         int(place))  # fmt: skip
             call.exposed_ns = total(difference([call.interval], _near(compute, call.interval)))
             calls.append(call)
         found.append(calls)
@@ -214,7 +279,7 @@ def _near(merged: list[Interval], window: Interval) -> list[Interval]:
     return merged[max(first - 1, 0) : bisect_left(merged, (window[1],))]
 
 
-def _figures(rank: Phased, index: int, calls: Sequence[_Call]) -> Figures:
+def _figures(rank: Phased, index: int, calls: Sequence[_Call], has_buckets: bool) -> Figures:
     step = rank.steps[index]
     window = (step.start_ns, step.end_ns)
     own = rank.operations[rank.operations["step"] == index]
@@ -228,20 +293,29 @@ def _figures(rank: Phased, index: int, calls: Sequence[_Call]) -> Figures:
     for phase, start, end in _segments(own, step, calls):
         parts[phase] = parts.get(phase, 0) + end - start
     backwards = backward_passes(own)
+    in_buckets = [call.row for call in calls if call.bucket is not None]
+    reduced = [
+        one["collective"].isin(REDUCTIONS) & ((not has_buckets) | one.index.isin(in_buckets)) for one in backwards
+    ]
+    exchanges = [one for one, is_reduced in zip(backwards, reduced, strict=True) if is_reduced.any()]
     copies = gradient_copies(own, backwards)
+    known = _known_parts(own)
     host_copies = own[own["direction"] == "HtoD"]
     blocked = blocking_copies(rank.trace, host_copies)
 
     def on_device(value: float) -> float | None:
         return None if rank.trace.is_cpu else value
 
+    def part(name: str) -> float | None:
+        return _ms(parts.get(name, 0)) if name in known else None
+
     return Figures(
         step_ms=_ms(step.end_ns - step.start_ns),
-        data_wait_ms=_ms(parts.get("data wait", 0)),
-        forward_ms=_ms(parts.get(FORWARD, 0)),
-        backward_ms=_ms(parts.get(BACKWARD, 0)),
-        optimizer_ms=_ms(parts.get(OPTIMIZER, 0)),
-        other_ms=_ms(parts.get("other", 0)),
+        data_wait_ms=part("data wait"),
+        forward_ms=part(FORWARD),
+        backward_ms=part(BACKWARD),
+        optimizer_ms=part(OPTIMIZER),
+        other_ms=part("other"),
         compute_ms=_ms(total(compute)),
         backward_compute_ms=_ms(total(_intervals(own[(own["collective"] == "") & (own["phase"] == BACKWARD)]))),
         communication_ms=_ms(total(communication)),
@@ -260,10 +334,16 @@ def _figures(rank: Phased, index: int, calls: Sequence[_Call]) -> Figures:
         blocking_copies=on_device(len(blocked)),
         blocked_ms=on_device(_ms(sum(end - start for start, end in blocked))),
         backwards=len(backwards),
-        exchanges=sum(bool(one["collective"].isin(REDUCTIONS).any()) for one in backwards),
-        reductions=sum(int(one["collective"].isin(REDUCTIONS).sum()) for one in backwards),
+        exchanges=len(exchanges),
+        early_exchanges=early_exchanges(own, exchanges),
+        reductions=sum(int(is_reduced.sum()) for is_reduced in reduced),
         collectives=len(calls),
     )
+
+
+def _known_parts(own: pd.DataFrame) -> set[str]:
+    done = set(own.loc[own["collective"] == "", "phase"])
+    return {name for name, needs in _PARTS.items() if done >= needs}
 
 
 def _segments(own: pd.DataFrame, step: Step, calls: Sequence[_Call]) -> list[tuple[str, int, int]]:
@@ -345,14 +425,14 @@ def _busbw(call: _Call, world_size: int | None) -> float | None:
     return call.payload_bytes / moving_ns * 2 * (size - 1) / size
 
 
-def _shown_steps(ranks: Sequence[Phased]) -> list[int]:
+def _shown_steps(ranks: Sequence[Phased], kept: Sequence[Sequence[int]]) -> list[int]:
     """The step to draw: of the first rank the one of median length, and on the others the one of that name."""
-    lengths = [step.end_ns - step.start_ns for step in ranks[0].steps]
-    chosen = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+    lengths = {index: ranks[0].steps[index].end_ns - ranks[0].steps[index].start_ns for index in kept[0]}
+    chosen = sorted(lengths, key=lengths.__getitem__)[(len(lengths) - 1) // 2]
     name = ranks[0].steps[chosen].name
     return [
-        next((index for index, step in enumerate(rank.steps) if step.name == name), min(chosen, len(rank.steps) - 1))
-        for rank in ranks
+        next((index for index in meant if rank.steps[index].name == name), min(meant, key=lambda at: abs(at - chosen)))
+        for rank, meant in zip(ranks, kept, strict=True)
     ]
 
 
@@ -362,6 +442,7 @@ def _timeline(rank: Phased, index: int, calls: Sequence[_Call], zero: int) -> Ti
     gap = (step.end_ns - step.start_ns) // _TIMELINE_PIECES
     compute = _compute(rank, step)
     communication = [call.interval for call in calls]
+    known = _known_parts(own)
 
     def spans(intervals: Iterable[Interval]) -> Spans:
         return tuple((_ms(start - zero), _ms(end - zero)) for start, end in merge(intervals, gap))
@@ -369,7 +450,11 @@ def _timeline(rank: Phased, index: int, calls: Sequence[_Call], zero: int) -> Ti
     return Timeline(
         step.name,
         (_ms(step.start_ns - zero), _ms(step.end_ns - zero)),
-        tuple((phase, _ms(start - zero), _ms(end - zero)) for phase, start, end in _segments(own, step, calls)),
+        tuple(
+            (phase, _ms(start - zero), _ms(end - zero))
+            for phase, start, end in _segments(own, step, calls)
+            if phase in known
+        ),
         spans(compute),
         tuple((_ms(start - zero), _ms(end - zero)) for start, end in merge(communication)),
         spans(call.waiting for call in calls),

@@ -2,24 +2,44 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pandas as pd
 
 from lightning_ddpopt.profiling.events import REDUCTIONS, Trace, rows
 from lightning_ddpopt.profiling.overlap import Interval
-from lightning_ddpopt.profiling.phases import BACKWARD, FORWARD
+from lightning_ddpopt.profiling.phases import BACKWARD, FORWARD, OPTIMIZER
 
 _SYNCHRONIZES = re.compile("(Stream|Device|Ctx)Synchronize")
 _CLOCK_SLACK_NS = 20_000  # between the host's clock and the device's, in one trace
 
 
 def backward_passes(own: pd.DataFrame) -> list[pd.DataFrame]:
-    """The operations of each backward pass, in the order of their launch. A forward operation ends a pass."""
-    ordered = own[own["phase"].isin([FORWARD, BACKWARD]) | (own["collective"] != "")]
+    """The operations of each backward pass, in the order of their launch.
+
+    A forward operation ends a pass, and so does one of the optimizer: adversarial training steps between two of them.
+    Collectives alone are no pass: on threads of gloo's own, metrics are reduced too.
+
+    """
+    ordered = own[own["phase"].isin([FORWARD, BACKWARD, OPTIMIZER]) | (own["collective"] != "")]
     ordered = ordered.sort_values("launch_ns", kind="stable")
-    turn = ((ordered["phase"] == FORWARD) & (ordered["collective"] == "")).cumsum()
+    turn = (ordered["phase"].isin([FORWARD, OPTIMIZER]) & (ordered["collective"] == "")).cumsum()
     backward = ordered[(ordered["phase"] == BACKWARD) & ordered["collective"].isin(("", *REDUCTIONS))]
-    return [part for _, part in backward.groupby(turn[backward.index])]
+    parts = [part for _, part in backward.groupby(turn[backward.index])]
+    return [part for part in parts if (part["collective"] == "").any()]
+
+
+def early_exchanges(own: pd.DataFrame, exchanges: Sequence[pd.DataFrame]) -> int:
+    """Of the backward passes that exchange gradients, those that another follows before the optimizer steps.
+
+    None where the step has no optimizer: then it cannot be told which exchange was used.
+
+    """
+    steps = own.loc[(own["phase"] == OPTIMIZER) & (own["collective"] == ""), "launch_ns"]
+    if steps.empty:
+        return 0
+    begins = [int(one["launch_ns"].min()) for one in exchanges]
+    return sum(not ((steps > begin) & (steps < after)).any() for begin, after in pairwise(begins))
 
 
 def gradient_copies(own: pd.DataFrame, backwards: Sequence[pd.DataFrame]) -> pd.DataFrame:

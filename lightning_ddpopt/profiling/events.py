@@ -46,6 +46,9 @@ class TraceError(ValueError):
     """A file that is no trace, or a trace that does not hold what an analysis needs. The message tells the way out."""
 
 
+AUTOGRAD_NODE = "autograd::engine::evaluate_function"
+"""So begin the operators of torch.profiler in which a node of the backward graph runs; kineto's are ranges too."""
+
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 8: "DtoD"}
 _COLLECTIVE = re.compile(
     r"nccl\w*?[_:]?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv|AlltoAll)", re.IGNORECASE
@@ -65,6 +68,7 @@ class Trace:
         calls: calls of the CUDA API.
         world_size: ranks in the job, or None where the trace does not tell.
         is_cpu: no GPU took part: the operations are operators on the host, and gloo's collectives.
+        epoch_ns: Unix time of the clock's zero, in ns, or None where the trace does not tell.
         notes: what a reader of the figures must know about the trace.
 
     """
@@ -78,6 +82,7 @@ class Trace:
     world_size: int | None = None
     is_cpu: bool = False
     notes: tuple[str, ...] = ()
+    epoch_ns: int | None = None
 
 
 def rows(table: pd.DataFrame) -> list[Any]:
@@ -124,9 +129,12 @@ def sorted_by_time(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def rank_in_name(path: Path, trailing: bool) -> int:
-    """The rank that a file's name tells, or -1: ``rank_3`` or ``rank3``, and if ``trailing`` a number at its end."""
-    stem = path.name.split(".")[0]
-    found = re.search(r"rank[_-]?(\d+)", path.name, re.IGNORECASE)
-    if found is None and trailing:
-        found = re.search(r"[_-](\d{1,5})$", stem)
-    return int(found[1]) if found else -1
+    """The rank that a file's name tells, or -1: ``rank_3`` or ``rank3``, and if ``trailing`` a number at its end.
+
+    Of several the last counts: ``powersgd_rank4_rank_1`` is of rank 1.
+
+    """
+    found = re.findall(r"rank[_-]?(\d+)", path.name, re.IGNORECASE)
+    if not found and trailing:
+        found = re.findall(r"[_-](\d{1,5})$", path.name.split(".")[0])
+    return int(found[-1]) if found else -1

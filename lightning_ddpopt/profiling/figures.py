@@ -10,10 +10,13 @@ from typing import Any, TypeAlias
 class Figures:
     """One step, or the mean over several. A figure that the trace cannot tell is None.
 
+    Without a backward pass in the step its parts cannot be told, and without a forward not the wait for the batch.
+
     Args:
         step_ms: from when the device could begin with the step until it could begin with the next. The sum of
             ``data_wait_ms``, ``forward_ms``, ``backward_ms``, ``optimizer_ms`` and ``other_ms``.
-        data_wait_ms: before forward: the wait for the batch and its copy to the device.
+        data_wait_ms: before forward: the wait for the batch and its copy to the device, and callbacks after the step
+            before.
         forward_ms: from forward's first operation to its last.
         backward_ms: from the end of forward to the optimizer's first operation; exposed communication lies here.
         optimizer_ms: from the optimizer's first operation to its last.
@@ -37,17 +40,19 @@ class Figures:
         blocked_ms: how long the host waits there.
         backwards: backward passes (micro-batches).
         exchanges: backward passes in which gradients are reduced.
-        reductions: collectives that reduce gradients: all-reduces in backward.
+        early_exchanges: of these, the ones that another exchange follows before the optimizer's next step.
+        reductions: collectives that reduce gradients: all-reduces in backward; where ranges tell of buckets, only those
+            of buckets, as SyncBatchNorm reduces in backward too.
         collectives: all collectives; also broadcasts of buffers, and what the training step reduces.
 
     """
 
     step_ms: float
-    data_wait_ms: float
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    other_ms: float
+    data_wait_ms: float | None
+    forward_ms: float | None
+    backward_ms: float | None
+    optimizer_ms: float | None
+    other_ms: float | None
     compute_ms: float
     backward_compute_ms: float
     communication_ms: float
@@ -67,6 +72,7 @@ class Figures:
     blocked_ms: float | None
     backwards: float
     exchanges: float
+    early_exchanges: float
     reductions: float
     collectives: float
 
@@ -132,7 +138,9 @@ class RankAnalysis:
     """One rank: the mean over its steps, each step, and its collectives.
 
     ``late_ms`` is how much later than the first rank it starts a collective, in the mean; ``last_share`` how often it
-    is the last one. Both None where ranks could not be aligned.
+    is the last one; ``last_steps`` in how many of the analysis' ``compared_steps`` it is later than all others, in the
+    mean over the step's collectives. All None where ranks could not be aligned. ``left_out`` names those of ``steps``
+    that are in none of the means.
 
     """
 
@@ -144,12 +152,24 @@ class RankAnalysis:
     collectives: tuple[Collective, ...]
     late_ms: float | None
     last_share: float | None
+    last_steps: int | None
     timeline: Timeline
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def meant_steps(self) -> int:
+        """How many steps the means are over."""
+        return len(self.steps) - len(self.left_out)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """All ranks, and the mean over them. ``straggler`` is the rank that starts its collectives last, in the mean."""
+    """All ranks, and the mean over them.
+
+    ``straggler`` is the rank that starts its collectives last, in the mean; ``compared_steps`` how many steps all ranks
+    have with the same collectives.
+
+    """
 
     ranks: tuple[RankAnalysis, ...]
     mean: Figures
@@ -158,6 +178,7 @@ class Analysis:
     is_ddp: bool
     straggler: int | None
     notes: tuple[str, ...]
+    compared_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, for JSON; without the timelines, which are for pictures."""
@@ -166,6 +187,11 @@ class Analysis:
             del rank["timeline"]
             rank["steps"] = [{"name": name, **figures} for name, figures in rank["steps"]]
         return made
+
+
+def rate(gb_per_s: float | None) -> str:
+    """A bandwidth as text: one decimal, or two digits if it is small; nothing for one that is not known."""
+    return "" if not gb_per_s else f"{gb_per_s:.1f}" if gb_per_s >= 1 else f"{gb_per_s:.2g}"
 
 
 def mean_of(figures: Sequence[Figures]) -> Figures:

@@ -6,9 +6,10 @@ silent where a trace cannot tell.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import comb
 from typing import Any
 
-from lightning_ddpopt.profiling.figures import Analysis
+from lightning_ddpopt.profiling.figures import Analysis, rate
 
 SCHEMA = 1
 
@@ -20,7 +21,11 @@ BLOCKED_PERCENT = 0.5
 ALL_EXPOSED = 0.8
 """Part of communication that must be exposed before nothing counts as hidden."""
 STRAGGLES = 0.8
-"""How often one rank must come last before it is a straggler."""
+"""In how many of the steps one rank must come last before it is a straggler."""
+MIN_STEPS, CHANCE = 5, 0.1
+"""And of how many steps; and how likely it may be that any of equal ranks is last as often, each step being a draw."""
+CAPACITIES_MB = (10, 25, 50, 100)
+"""Bucket capacities that are worth a try."""
 _COPIED = 0.5
 SMALL_BYTES, MANY = 2**20, 30
 """All-reduces below this size are bound by latency; this many of them in one backward are too many."""
@@ -84,7 +89,7 @@ def one_bucket(analysis: Analysis) -> Finding | None:
         f"All gradients are reduced in one collective, which can start only when the last of them is ready:"
         f" {mean.exposed_ms:.1f} of {mean.communication_ms:.1f} ms of communication are exposed,{transfer}"
         f" {_of_step(analysis, exposed_ms)}.",
-        'DDPOptStrategy(bucket_cap_mb="auto"), or a number of MiB well below the size of the gradients.',
+        _capacities(_below(analysis)),
     )
 
 
@@ -92,7 +97,13 @@ def small_buckets(analysis: Analysis) -> Finding | None:
     """Many reductions that are bound by latency."""
     mean = analysis.mean
     exposed_ms = _exposed_ms(analysis)
-    reduced = [c for c in analysis.ranks[0].collectives if c.name == "AllReduce" and c.payload_bytes is not None]
+    collectives = analysis.ranks[0].collectives
+    has_buckets = any(c.bucket is not None for c in collectives)  # SyncBatchNorm's all-reduces are in none
+    reduced = [
+        c
+        for c in collectives
+        if c.name == "AllReduce" and c.payload_bytes is not None and (c.bucket is not None or not has_buckets)
+    ]
     small = [c for c in reduced if c.payload_bytes is not None and c.payload_bytes < SMALL_BYTES]
     if len(small) < MANY or 2 * len(small) < len(reduced) or mean.percent(exposed_ms) < NOTICEABLE_PERCENT:
         return None
@@ -100,7 +111,7 @@ def small_buckets(analysis: Analysis) -> Finding | None:
         "small_buckets",
         f"{len(small)} of {len(reduced)} all-reduces carry less than 1 MiB, where latency counts and not bandwidth;"
         f" {exposed_ms:.1f} ms of communication are exposed, {_of_step(analysis, exposed_ms)}.",
-        'DDPOptStrategy(bucket_cap_mb="auto"), or a larger number of MiB.',
+        _capacities(CAPACITIES_MB[1:]),
     )
 
 
@@ -111,6 +122,7 @@ def slow_transport(analysis: Analysis) -> Finding | None:
         not _has_all_ranks(analysis)
         or mean.wire_ms is None
         or mean.exposed_wire_ms is None
+        or not mean.backward_compute_ms
         or mean.wire_ms <= mean.backward_compute_ms
         or mean.percent(mean.exposed_wire_ms) < NOTICEABLE_PERCENT
     ):
@@ -149,7 +161,7 @@ def exposed_communication(analysis: Analysis) -> Finding | None:
         f"{mean.exposed_wire_ms:.1f} of {mean.wire_ms:.1f} ms of transfer are exposed,"
         f" {_of_step(analysis, mean.exposed_wire_ms)}, though backward has {mean.backward_compute_ms:.1f} ms of"
         " compute.",
-        'DDPOptStrategy(bucket_cap_mb="auto"), or other capacities; if the graph never changes, static_graph=True.',
+        f"{_capacities(CAPACITIES_MB)} If the graph never changes, DDPOptStrategy(static_graph=True).",
     )
 
 
@@ -173,16 +185,31 @@ def communication_of_some_ranks(analysis: Analysis) -> Finding | None:
 
 
 def straggler(analysis: Analysis) -> Finding | None:
-    """One rank comes last, and the others wait for it."""
+    """One rank comes last, and the others wait for it.
+
+    Steps count and not collectives: who is late for the first of a step's collectives is so for the others too.
+
+    """
     late = next((rank for rank in analysis.ranks if rank.rank == analysis.straggler), None)
     others = [rank for rank in analysis.ranks if rank is not late]
-    if late is None or late.late_ms is None or late.last_share is None or late.last_share < STRAGGLES:
+    steps = analysis.compared_steps
+    if (
+        late is None
+        or late.late_ms is None
+        or late.last_steps is None
+        or steps < MIN_STEPS
+        or late.last_steps < STRAGGLES * steps
+        or _chance(late.last_steps, steps, len(analysis.ranks)) > CHANCE
+    ):
         return None
     waits = [rank.mean.exposed_ms - (rank.mean.exposed_wire_ms or 0.0) for rank in others]
     wait_ms = sum(waits) / len(waits)
     if late.mean.percent(wait_ms) < NOTICEABLE_PERCENT:
         return None
-    data_ms = late.mean.data_wait_ms - sum(rank.mean.data_wait_ms for rank in others) / len(others)
+    of_others = [rank.mean.data_wait_ms for rank in others if rank.mean.data_wait_ms is not None]
+    data_ms = 0.0
+    if late.mean.data_wait_ms is not None and of_others:
+        data_ms = late.mean.data_wait_ms - sum(of_others) / len(of_others)
     if 2 * data_ms >= wait_ms:
         remedy = f"Its data came {data_ms:.1f} ms later than the others': DataLoader(num_workers=…), or its storage."
     else:
@@ -190,14 +217,19 @@ def straggler(analysis: Analysis) -> Finding | None:
             f"Rank {late.rank}'s own work: equal batches on all ranks, what only that rank does (logging, callbacks),"
             " its CPU cores and clocks. DDPOptStrategy's arguments do not change it."
         )
-    steps = len(late.steps)
     return Finding(
         "straggler",
-        f"Rank {late.rank} starts {100 * late.last_share:.0f} % of the collectives last, {late.late_ms:.1f} ms after"
-        f" the first rank in the mean; the others wait {wait_ms:.1f} ms of a step for it, not under compute,"
-        f" {_of_step(analysis, wait_ms)}, over {steps} {'step' if steps == 1 else 'steps'}.",
+        f"Rank {late.rank} comes last to the collectives in {late.last_steps} of {steps} steps, {late.late_ms:.1f} ms"
+        f" after the first rank in the mean; the others wait {wait_ms:.1f} ms of a step for it, not under compute,"
+        f" {_of_step(analysis, wait_ms)}.",
         remedy,
     )
+
+
+def _chance(times: int, steps: int, ranks: int) -> float:
+    """How likely it is at most that of equal ranks any is last in at least so many of the steps."""
+    each = 1 / ranks
+    return ranks * sum(comb(steps, k) * each**k * (1 - each) ** (steps - k) for k in range(times, steps + 1))
 
 
 def gradient_copies(analysis: Analysis) -> Finding | None:
@@ -218,28 +250,29 @@ def gradient_copies(analysis: Analysis) -> Finding | None:
 
 
 def exchange_in_every_micro_batch(analysis: Analysis) -> Finding | None:
-    """With gradient accumulation, gradients are exchanged more often than they are used."""
+    """With gradient accumulation, gradients are exchanged more often than the optimizer steps."""
     mean = analysis.mean
-    if mean.backwards <= 1 or mean.exchanges <= 1:
+    if mean.early_exchanges < 1:
         return None
     return Finding(
         "exchange_in_every_micro_batch",
-        f"{mean.exchanges:.0f} of the {mean.backwards:.0f} backward passes of a step exchange gradients; the last alone"
-        f" needs to. Communication: {mean.communication_ms:.1f} ms of a step.",
+        f"{mean.exchanges:.0f} of the {mean.backwards:.0f} backward passes of a step exchange gradients,"
+        f" {mean.early_exchanges:.0f} of them without a step of the optimizer before the next exchange; the last before"
+        f" the optimizer alone needs to. Communication: {mean.communication_ms:.1f} ms of a step.",
         "Trainer(accumulate_grad_batches=N) does so; in manual optimisation, trainer.strategy.block_backward_sync().",
     )
 
 
 def data_wait(analysis: Analysis) -> Finding | None:
     """The device waits for its batch."""
-    slowest = max(analysis.ranks, key=lambda rank: rank.mean.percent(rank.mean.data_wait_ms))
+    slowest = max(analysis.ranks, key=lambda rank: rank.mean.percent(rank.mean.data_wait_ms or 0))
     mean = slowest.mean
-    if mean.percent(mean.data_wait_ms) < DATA_WAIT_PERCENT:
+    if mean.data_wait_ms is None or mean.percent(mean.data_wait_ms) < DATA_WAIT_PERCENT:
         return None
     return Finding(
         "data_wait",
-        f"Rank {slowest.rank} waits {mean.data_wait_ms:.1f} ms of a step for its batch,"
-        f" {mean.percent(mean.data_wait_ms):.0f} % of the step.",
+        f"Rank {slowest.rank} waits {mean.data_wait_ms:.1f} ms of a step for its batch, or callbacks after the last"
+        f" one, {mean.percent(mean.data_wait_ms):.0f} % of the step.",
         "DataLoader(num_workers=…, pin_memory=True, persistent_workers=True, prefetch_factor=…).",
     )
 
@@ -260,7 +293,7 @@ def blocking_copies(analysis: Analysis) -> Finding | None:
 def idle_device(analysis: Analysis) -> Finding | None:
     """The host does not keep the device busy."""
     mean = analysis.mean
-    if mean.idle_ms is None or mean.percent(mean.idle_ms - mean.data_wait_ms) < IDLE_PERCENT:
+    if mean.idle_ms is None or mean.percent(mean.idle_ms - (mean.data_wait_ms or 0)) < IDLE_PERCENT:
         return None
     return Finding(
         "idle_device",
@@ -305,7 +338,22 @@ def _of_step(analysis: Analysis, ms: float) -> str:
 
 def _rate(analysis: Analysis) -> str:
     rates = [(c.payload_bytes or 0, c.busbw_gb_per_s) for c in analysis.ranks[0].collectives if c.busbw_gb_per_s]
-    return f", at a bus bandwidth of {max(rates)[1]:.1f} GB/s" if rates else ""
+    return f", at a bus bandwidth of {rate(max(rates)[1])} GB/s" if rates else ""
+
+
+def _below(analysis: Analysis) -> tuple[int, ...]:
+    """Capacities that make several buckets of all gradients; all of them where their size is not known."""
+    sizes = [c.bucket_bytes or c.payload_bytes or 0 for c in analysis.ranks[0].collectives]
+    size_mb = max(sizes, default=0) / 2**20
+    return tuple(c for c in CAPACITIES_MB if 2 * c <= size_mb) or (
+        (max(1, int(size_mb / 4)),) if size_mb else CAPACITIES_MB
+    )
+
+
+def _capacities(each: tuple[int, ...]) -> str:
+    first, *others = each
+    also = f"; try {', '.join(map(str, others))} too, and take the quickest" if others else ""
+    return f"DDPOptStrategy(bucket_cap_mb={first}){also}."
 
 
 def _mb(size_bytes: float | None) -> str:

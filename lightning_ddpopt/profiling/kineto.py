@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddpopt.profiling.events import (
+    AUTOGRAD_NODE,
     CALL_COLUMNS,
     DIRECTIONS,
     OPERATION_COLUMNS,
@@ -36,20 +37,31 @@ _ITEM_BYTES = {
 
 
 def load_kineto(path: Path) -> Trace:
-    """Read a trace that ``export_chrome_trace`` wrote. Its rank is -1 if neither its name nor its content tells it.
+    """Read a trace that ``export_chrome_trace`` wrote. Its rank is -1 if neither its content nor its name tells it.
 
     Raises:
-        TraceError: no such trace, or neither GPU work nor operators in it.
+        TraceError: no such trace, or a damaged one, or neither GPU work nor operators in it.
 
     """
     try:
         raw = path.read_bytes()
         data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
         events = data["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, zlib.error) as error:
         raise TraceError(f"{path}: not a trace of torch.profiler (export_chrome_trace writes one).") from error
+    try:
+        return _trace(path, data, events)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(
+            f"{path}: a damaged trace of torch.profiler ({type(error).__name__}: {error}); record it again."
+        ) from error
+
+
+def _trace(path: Path, data: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Trace:
     spans = [event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event]
-    by_category: dict[str, list[dict[str, Any]]] = {}
+    by_category: dict[str, list[Mapping[str, Any]]] = {}
     for event in spans:
         by_category.setdefault(str(event.get("cat", "")), []).append(event)
 
@@ -61,7 +73,8 @@ def load_kineto(path: Path) -> Trace:
         ],
         CALL_COLUMNS,
     )
-    ranges = frame([_span(event) for event in by_category.get("user_annotation", [])], RANGE_COLUMNS)
+    nodes = [event for event in by_category.get("cpu_op", []) if str(event.get("name")).startswith(AUTOGRAD_NODE)]
+    ranges = frame([_span(event) for event in [*by_category.get("user_annotation", []), *nodes]], RANGE_COLUMNS)
     launches = {row.correlation: (row.start_ns, row.thread) for row in rows(calls[::-1])}
     device = [
         _device_operation(kind, event, launches)
@@ -77,11 +90,12 @@ def load_kineto(path: Path) -> Trace:
             )
     device += _gloo_operations(by_category.get("user_annotation", []))
     distributed = data.get("distributedInfo") or {}
-    rank = rank_in_name(path, trailing=False)
+    rank = int(distributed.get("rank", -1))
     world_size = distributed.get("world_size")
+    zero_ns = data.get("baseTimeNanoseconds")
     return Trace(
         path,
-        rank if rank >= 0 else int(distributed.get("rank", -1)),
+        rank if rank >= 0 else rank_in_name(path, trailing=False),
         "kineto",
         sorted_by_time(frame(device, OPERATION_COLUMNS)),
         sorted_by_time(ranges),
@@ -89,6 +103,7 @@ def load_kineto(path: Path) -> Trace:
         world_size=int(world_size) if world_size else None,
         is_cpu=is_cpu,
         notes=(_CPU_NOTE,) if is_cpu else (),
+        epoch_ns=int(zero_ns) if zero_ns is not None else None,
     )
 
 

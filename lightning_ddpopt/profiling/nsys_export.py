@@ -1,7 +1,6 @@
 """Reads reports of nsys, exported to sqlite, into the tables of ``events``."""
 
 import json
-import shutil
 import sqlite3
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ from lightning_ddpopt.profiling.events import (
     rank_in_name,
     table_of,
 )
+from lightning_ddpopt.profiling.nsys import NsysError, find_nsys
 
 _PAGEABLE = 0  # in ENUM_CUDA_MEM_KIND
 _PUSH_POP, _START_END = 59, 60  # NVTX event types
@@ -36,15 +36,17 @@ def load_report(path: Path) -> list[Trace]:
     """Read a .nsys-rep: nsys exports it to a temporary directory.
 
     Raises:
-        TraceError: nsys is not on PATH, or cannot export the file; or as :func:`load_sqlite`.
+        TraceError: there is no nsys, or it cannot export the file; or as :func:`load_sqlite`.
 
     """
-    nsys = shutil.which("nsys")
-    if nsys is None:
+    try:
+        nsys = str(find_nsys())
+    except NsysError as error:  # its message is of recording
         raise TraceError(
-            f"{path}: reading a .nsys-rep needs nsys on PATH. Or export it where nsys is, with"
-            f" `nsys export --type sqlite {path.name}`, and give the .sqlite."
-        )
+            f"{path}: reading a .nsys-rep needs nsys, which is not on PATH and not where NVIDIA's installers put it."
+            f" Install it, or export the file where nsys is, with `nsys export --type sqlite {path.name}`, and give the"
+            " .sqlite."
+        ) from error
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / f"{path.stem}.sqlite"
         options = ["--type", "sqlite", "--force-overwrite", "true", "--output", str(exported)]
@@ -90,6 +92,8 @@ class _Export:
 def load_sqlite(path: Path, shown: Path) -> list[Trace]:
     """Read what nsys exported to sqlite: a trace for each process with GPU work, in the order of their devices.
 
+    The rank of each is -1 where the file's name does not tell it, or where there are several.
+
     Args:
         path: the database.
         shown: the file to name in messages, and to take the rank from.
@@ -104,6 +108,7 @@ def load_sqlite(path: Path, shown: Path) -> list[Trace]:
             if "StringIds" not in export:
                 raise TraceError(f"{shown}: no export of nsys: it has no table StringIds.")
             operations, calls, ranges = _operations(export), _calls(export), _nvtx(export)
+            began = export.read("TARGET_INFO_SESSION_START_TIME", {"utcEpochNs": -1})["utcEpochNs"]
     except sqlite3.DatabaseError as error:
         raise TraceError(f"{shown}: not a database that nsys exported: {error}.") from error
     if operations.empty:
@@ -133,7 +138,7 @@ def load_sqlite(path: Path, shown: Path) -> list[Trace]:
     for process in devices.index:
         mine = operations[operations["process"] == process]
         here = ranges[ranges["process"] == process]
-        rank = rank_in_name(shown, trailing=True) if len(devices) == 1 else len(traces)
+        rank = rank_in_name(shown, trailing=True) if len(devices) == 1 else -1
         told = here.loc[here["ranks"] > 0, "ranks"]
         traces.append(
             Trace(
@@ -144,6 +149,7 @@ def load_sqlite(path: Path, shown: Path) -> list[Trace]:
                 table_of(here[here["is_range"] & (here["name"] != "")], RANGE_COLUMNS),
                 table_of(calls[calls["process"] == process], CALL_COLUMNS),
                 world_size=int(told.max()) if len(told) else None,
+                epoch_ns=int(began.iloc[0]) if len(began) and began.iloc[0] > 0 else None,
             )
         )
     return traces

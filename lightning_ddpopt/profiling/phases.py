@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 
-from lightning_ddpopt.profiling.events import Trace, TraceError, rows
+from lightning_ddpopt.profiling.events import AUTOGRAD_NODE, Trace, TraceError, rows
 
 FORWARD, BACKWARD, OPTIMIZER, BATCH, OTHER = "forward", "backward", "optimizer", "batch", "other"
 
@@ -21,9 +21,9 @@ _NUMBERED_STEPS = (re.compile(r"Batch (\d+)$"), re.compile(r"ProfilerStep#(\d+)$
 _OPTIMIZER = re.compile(r"optimizer step$|Optimizer\.step#")
 _FORWARD = re.compile(r"forward$|DistributedDataParallel\.forward$")
 _PHASES = (
-    (re.compile(r"get batch$"), BATCH),
+    (re.compile(r"get batch$|enumerate\(DataLoader\)#"), BATCH),
     (_FORWARD, FORWARD),
-    (re.compile(r"backward$"), BACKWARD),
+    (re.compile(rf"backward$|{AUTOGRAD_NODE}"), BACKWARD),
     (_OPTIMIZER, OPTIMIZER),
 )
 _HostStep: TypeAlias = tuple[str, int, int]
@@ -155,7 +155,8 @@ def _between_optimizer_steps(trace: Trace) -> tuple[list[_HostStep], list[str]]:
     if not ends:
         raise TraceError(
             f"{trace.path}: no steps in the trace. It needs a range `Batch i` around each: add NsysCallback() to the"
-            " Trainer's callbacks and record again; for torch.profiler call profiler.step() after each step."
+            " Trainer's callbacks and record again; torch.profiler writes a range of a step only with"
+            " profile(schedule=...) and profiler.step() after each step."
         )
     launches = trace.operations.loc[trace.operations["launch_ns"] >= 0, "launch_ns"]
     begin = int(min(launches.min(), ranges["start_ns"].min()))
@@ -174,20 +175,23 @@ def _phases(trace: Trace, operations: pd.DataFrame) -> list[str]:
     """Phase of each operation: of the innermost range on its thread that has one.
 
     A thread without ranges of phases is autograd's: what it launches is backward's. So a `backward` range that was
-    opened around ``loss.backward()``, on the thread that only waits there, does no harm.
+    opened around ``loss.backward()``, on the thread that only waits there, does no harm. On a CPU autograd runs on the
+    thread that called it: there its nodes, which torch.profiler names, are the ranges.
 
     """
     marks = []
+    named: set[int] = set()
     for name, start, end, thread in rows(trace.ranges[["name", "start_ns", "end_ns", "thread"]]):
         phase = next((phase for pattern, phase in _PHASES if pattern.match(name)), None)
         if phase is not None and end >= start:
             marks.append((int(start), int(end), int(thread), phase))
+            if not name.startswith(AUTOGRAD_NODE):  # on autograd's own thread what it launches between nodes counts too
+                named.add(int(thread))
     marks.sort()
-    named = {thread for _, _, thread, _ in marks}
     launches, threads = operations["launch_ns"].to_numpy(), operations["thread"].to_numpy()
     is_guessed = ~np.isin(threads, list(named)) & (threads >= 0) & (operations["direction"] != "HtoD").to_numpy()
     labels = np.where(is_guessed, BACKWARD, OTHER).astype(object)
-    order = {thread: np.flatnonzero(threads == thread) for thread in named}
+    order = {thread: np.flatnonzero(threads == thread) for thread in {mark[2] for mark in marks}}
     order = {thread: own[np.argsort(launches[own], kind="stable")] for thread, own in order.items()}
 
     def inside(mark: tuple[int, int, int, str]) -> Any:
@@ -212,8 +216,9 @@ def _phases(trace: Trace, operations: pd.DataFrame) -> list[str]:
 def _guess_forward(operations: pd.DataFrame, labels: Any) -> None:
     """Without a range of forward it is what a step launches before backward."""
     launches, steps = operations["launch_ns"].to_numpy(), operations["step"].to_numpy()
-    for step in np.unique(steps[labels == BACKWARD]):
-        last = launches[(steps == step) & (labels == BACKWARD)].max()
+    is_backward = (labels == BACKWARD) & (operations["collective"] == "").to_numpy()
+    for step in np.unique(steps[is_backward]):
+        last = launches[(steps == step) & is_backward].max()
         is_before = (steps == step) & (labels == OTHER) & (launches < last)
         labels[is_before & (operations["direction"] != "HtoD").to_numpy()] = FORWARD
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from lightning_ddpopt.profiling.figures import Analysis, Collective, Figures, RankAnalysis
+from lightning_ddpopt.profiling.figures import Analysis, Collective, Figures, RankAnalysis, rate
 from lightning_ddpopt.profiling.findings import Finding
 from lightning_ddpopt.report.tables import TextTable
 
@@ -31,15 +31,15 @@ def step_table(analysis: Analysis) -> TextTable:
         "rank": lambda row: row[0],
         "steps": lambda row: str(row[2]) if row[2] else "",
         "step ms": lambda row: f"{row[1].step_ms:.2f}",
-        "data wait": lambda row: f"{row[1].data_wait_ms:.2f}",
-        "forward": lambda row: f"{row[1].forward_ms:.2f}",
-        "backward": lambda row: f"{row[1].backward_ms:.2f}",
-        "optimizer": lambda row: f"{row[1].optimizer_ms:.2f}",
-        "other": lambda row: f"{row[1].other_ms:.2f}",
+        "data wait": lambda row: _number(row[1].data_wait_ms, ".2f"),
+        "forward": lambda row: _number(row[1].forward_ms, ".2f"),
+        "backward": lambda row: _number(row[1].backward_ms, ".2f"),
+        "optimizer": lambda row: _number(row[1].optimizer_ms, ".2f"),
+        "other": lambda row: _number(row[1].other_ms, ".2f"),
         "idle": lambda row: _number(row[1].idle_ms, ".2f"),
         "longest idle": lambda row: _number(row[1].longest_idle_ms, ".2f"),
     }
-    rows = [(str(rank.rank), rank.mean, len(rank.steps)) for rank in analysis.ranks]
+    rows = [(str(rank.rank), rank.mean, rank.meant_steps) for rank in analysis.ranks]
     notes = [
         "ms of the device, mean over the steps. Backward lasts until the optimizer starts, exposed communication"
         " included; idle time is part of the others.",
@@ -76,7 +76,7 @@ def communication_table(analysis: Analysis) -> TextTable:
         "wait": both(lambda figures: figures.wait_ms),
         "late ms (last)": lateness,
     }
-    rows = [(str(rank.rank), rank.mean, len(rank.steps)) for rank in analysis.ranks]
+    rows = [(str(rank.rank), rank.mean, rank.meant_steps) for rank in analysis.ranks]
     notes = [
         "ms a step, and per cent of it. Exposed: not under compute. Wait: before the last rank had come; wire: after."
     ]
@@ -97,7 +97,7 @@ def copies_table(analysis: Analysis) -> TextTable:
         "blocking": lambda row: _number(row[1].blocking_copies, ".3g"),
         "host blocked ms": lambda row: _number(row[1].blocked_ms, ".2f"),
     }
-    rows = [(str(rank.rank), rank.mean, len(rank.steps)) for rank in analysis.ranks]
+    rows = [(str(rank.rank), rank.mean, rank.meant_steps) for rank in analysis.ranks]
     notes = ["A step. Gradient copies: on the device, after the reductions and before the optimizer."]
     return _table("Copies", cells, [*rows, *_over_all(analysis)], notes)
 
@@ -114,7 +114,7 @@ def collectives_table(rank: RankAnalysis) -> TextTable:
         "exposed ms": lambda one: f"{one.exposed_ms:.3f}",
         "wire ms": lambda one: _number(one.wire_ms, ".3f"),
         "wait ms": lambda one: _number(one.wait_ms, ".3f"),
-        "busbw GB/s": lambda one: _number(one.busbw_gb_per_s, ".1f"),
+        "busbw GB/s": lambda one: rate(one.busbw_gb_per_s),
     }
     notes = []
     if any(one.payload_bytes is None and one.name == "AllReduce" for one in rank.collectives):

@@ -15,6 +15,7 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 KERNEL, MEMCPY, MEMSET = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
 TEXTS = ("shortName", "nameId", "textId")
 RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
+SESSION = "TARGET_INFO_SESSION_START_TIME"
 
 
 class Report:
@@ -48,6 +49,10 @@ class Report:
         text = {"text": None, "textId": self._string(name)} if is_registered else {"text": name, "textId": None}
         self._add(NVTX, start=self._ns(start), end=None if end is None else self._ns(end), eventType=59,
                   globalTid=thread + self._move, jsonText=json, **text)  # fmt: skip
+
+    def session(self, start_us: float) -> None:
+        """Unix time of the clock's zero."""
+        self._add(SESSION, utcEpochNs=round(start_us * 1000))
 
     def add(self, other: "Report") -> None:
         """Take over the rows of another process."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ddpopt.profiling.alignment import align
+from lightning_ddpopt.profiling.alignment import align, overlap
 
 MS = 1_000_000
 FIRST = [(10 * MS, 20 * MS), (30 * MS, 40 * MS), (50 * MS, 60 * MS)]
@@ -44,3 +44,23 @@ def test_other_collectives_do_not_align() -> None:
     assert align([FIRST, [(11 * MS, 19 * MS), (33 * MS, 47 * MS), (50 * MS, 77 * MS)]]) is None
     assert align([FIRST]) is None
     assert align([[], []]) is None
+
+
+@pytest.mark.parametrize(
+    ("length_ms", "apart_ms", "is_aligned"),
+    [(0.2, 0.09, True), (0.2, 0.11, False), (10, 0.9, True), (10, 1.1, False), (500, 2.9, True), (500, 3.1, False)],
+)
+def test_ends_may_lie_a_tenth_of_a_collective_apart_but_no_more_than_3_ms(
+    length_ms: float, apart_ms: float, is_aligned: bool
+) -> None:
+    """Ends that lie -x, 0, x apart from the other rank's: the clocks' median is right, x is left."""
+    first = [(number * 1000 * MS, number * 1000 * MS + round(length_ms * MS)) for number in range(5)]
+    other = [
+        (start, end + round(off * apart_ms * MS)) for (start, end), off in zip(first, (-1, -1, 0, 1, 1), strict=True)
+    ]
+    assert (align([first, other]) is not None) == is_aligned
+
+
+def test_windows_overlap() -> None:
+    assert overlap([(0, 10), (10, 20), (5, 12)])
+    assert not overlap([(0, 10), (11, 20)])

@@ -12,6 +12,8 @@ from made_reports import AUTOGRAD, DTOD, MAIN, MEMCPY, PAGEABLE, PINNED, Report
 
 from lightning_ddpopt.profiling.analysis import analyze
 from lightning_ddpopt.profiling.figures import Analysis, Figures
+from lightning_ddpopt.profiling.findings import findings
+from lightning_ddpopt.profiling.tables import step_table
 from lightning_ddpopt.profiling.traces import load
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
@@ -144,15 +146,170 @@ def test_waiting_is_told_from_transfer_with_clocks_that_differ(tmp_path: Path) -
 
 
 def test_ranks_that_started_to_record_at_different_times(tmp_path: Path) -> None:
-    """A window that opened earlier on rank 0: it waits in its first step alone."""
+    """A window that opened earlier on rank 0: it waits in its first step alone, which counts on no rank."""
     early, late = Report(), Report()
     early.step(0, 0, all_reduce=(50, 490), length=500)
     late.step(0, 0, all_reduce=(480, 490), length=500)
     for report in (early, late):
         report.step(1, 500, all_reduce=(50, 90))
-    notes = [note for note in analysis_of(tmp_path, early, late).notes if "did not start together" in note]
+    analysis = analysis_of(tmp_path, early, late)
+    notes = [note for note in analysis.notes if "did not start together" in note]
     assert len(notes) == 1
     assert notes[0].startswith("Rank 0 waits 0.4 ms in Batch 0, the first step, and at most 0.0 ms in a later one")
+    assert "All ranks' means are without this step" in notes[0]
+    for rank in analysis.ranks:
+        assert us(rank.mean, "step", "communication", "wait") == [100, 40, 0]
+        assert (rank.left_out, rank.meant_steps, [name for name, _ in rank.steps]) == (
+            ("Batch 0",), 1, ["Batch 0", "Batch 1"])  # fmt: skip
+        assert (rank.timeline.step, rank.late_ms) == ("Batch 1", 0)
+        assert [one.calls for one in rank.collectives] == [1]
+
+
+def test_the_only_step_is_kept_though_the_ranks_may_have_started_at_different_times(tmp_path: Path) -> None:
+    early, late = Report(), Report()
+    early.step(0, 0, all_reduce=(50, 490), length=500)
+    late.step(0, 0, all_reduce=(480, 490), length=500)
+    analysis = analysis_of(tmp_path, early, late)
+    assert us(analysis.ranks[0].mean, "step", "wait") == [500, 430]
+    (note,) = [note for note in analysis.notes if "did not start together" in note]
+    assert note.startswith("Rank 0 waits 0.4 ms in Batch 0, its only step: perhaps")
+    assert "The step is kept" in note
+
+
+def test_traces_that_were_recorded_at_different_times_are_not_aligned(tmp_path: Path) -> None:
+    """Their collectives fit each other; the times at which they were recorded do not."""
+    for later_us, is_aligned in ((0, True), (50, True), (300, False)):
+        analysis = analysis_of(tmp_path, *(session(rank, rank * later_us) for rank in (0, 1)))
+        assert (analysis.mean.wire_ms is not None) == is_aligned
+        assert any("recorded at different times" in note for note in analysis.notes) == (not is_aligned)
+    untold = Report(offset_us=10_000)
+    untold.step(0, 0)
+    assert analysis_of(tmp_path, session(0, 0), untold).mean.wire_ms is not None
+
+
+def session(rank: int, start_us: float) -> Report:
+    """One step of a session that began then; its clock counts from there."""
+    report = Report()
+    report.step(0, 100, all_reduce=(50 + rank, 90))
+    report.session(1_790_000_000_000_000 + start_us)
+    return report
+
+
+@pytest.mark.parametrize(("base_s", "is_aligned"), [(1_790_857_026, True), (1_790_857_086, False)])
+def test_times_of_kineto_count_from_its_base(tmp_path: Path, base_s: int, is_aligned: bool) -> None:
+    events = [
+        event("user_annotation", "ProfilerStep#0", 0, 100),
+        *launched(1, 7, 2, "gemm", 10, 20),
+        *launched(2, 30, 2, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 50, 25),
+    ]
+    files = [
+        kineto(tmp_path / f"{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2},
+               baseTimeNanoseconds=base * 1_000_000_000)
+        for rank, base in enumerate((1_790_857_026, base_s))
+    ]  # fmt: skip
+    assert (analyze(load(files)).mean.wire_ms is not None) == is_aligned
+
+
+def test_the_rank_that_is_late_in_a_step_and_the_one_that_is_late_in_its_collectives(tmp_path: Path) -> None:
+    """Rank 0 comes last to two of three collectives in each step, by 1 us; rank 1 to one, by 20."""
+    reports = [Report(), Report()]
+    for rank, report in enumerate(reports):
+        for number in range(6):
+            at = 200 * number
+            report.step(number, at, all_reduce=(50 + 20 * rank, 90))
+            for start in (100, 120):
+                report.all_reduce(at + start - rank, at + start + 10, at + start - 40)
+    first, second = analysis_of(tmp_path, *reports).ranks
+    assert (first.last_share, second.last_share) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (first.last_steps, second.last_steps) == (0, 6)
+    assert analysis_of(tmp_path, *reports).compared_steps == 6
+
+
+def test_two_optimizers_in_a_step(tmp_path: Path) -> None:
+    """Each backward pass ends with a reduction, copies of gradients and the step of its own optimizer."""
+    report = Report()
+    report.span("Batch 0", 0, 200)
+    for at in (0, 100):
+        if at == 0:
+            report.span("forward", at + 1, at + 20)
+        report.kernel(at + 2, at + 20, at + 2, MAIN)
+        report.kernel(at + 25, at + 60, at + 25)
+        report.all_reduce(at + 45, at + 80, at + 50)
+        report.copy(at + 80, at + 82, at + 66, DTOD, 1000, AUTOGRAD)
+        report.span("optimizer step", at + 84, at + 95)
+        report.kernel(at + 85, at + 90, at + 85, MAIN)
+    figures = analysis_of(tmp_path, report).mean
+    assert (figures.backwards, figures.exchanges, figures.early_exchanges) == (2, 2, 0)
+    assert (figures.gradient_copies, figures.gradient_copy_bytes) == (2, 2000)
+
+
+def test_what_batch_norm_reduces_in_backward_is_no_exchange_of_gradients(tmp_path: Path) -> None:
+    report = Report()
+    report.step(0, 0, all_reduce=None)
+    report.span("bucket 0 4000 bytes none", 39, 41, AUTOGRAD)
+    for start, launch in ((40, 35), (50, 40), (60, 45)):
+        report.all_reduce(start, start + 8, launch)
+    figures = analysis_of(tmp_path, report).mean
+    assert (figures.reductions, figures.exchanges, figures.collectives) == (1, 1, 3)
+
+
+def plain_loop(steps: int = 2) -> list[dict[str, Any]]:
+    """A loop on one thread of a CPU, as torch.profiler shows it: autograd runs there too, in nodes with names."""
+    events = []
+    for number in range(steps):
+        at = 100 * number
+        events += [
+            event("user_annotation", f"ProfilerStep#{number}", at, 99),
+            event("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at + 1, 9),
+            event("cpu_op", "aten::stack", at + 2, 6),
+            event("cpu_op", "aten::linear", at + 12, 8),
+            event("cpu_op", "aten::addmm", at + 13, 6),
+            event("cpu_op", "aten::mean", at + 21, 4),
+            event("cpu_op", "autograd::engine::evaluate_function: MeanBackward0", at + 30, 10),
+            event("cpu_op", "MeanBackward0", at + 31, 8),
+            event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", at + 42, 28),
+            event("cpu_op", "aten::mm", at + 44, 20),
+            event("user_annotation", "Optimizer.step#SGD.step", at + 75, 20),
+            event("cpu_op", "aten::_foreach_add_", at + 80, 10),
+        ]
+    return events
+
+
+def test_a_plain_loop_on_a_cpu(tmp_path: Path) -> None:
+    analysis = analyze(load([kineto(tmp_path / "trace.json", plain_loop())]))
+    for _, figures in analysis.ranks[0].steps:
+        assert us(figures, *PARTS)[1:5] == [12, 13, 55, 10]
+        assert us(figures, "backward_compute") == [38]
+    assert findings(analysis) == [finding for finding in findings(analysis) if finding.rule == "data_wait"]
+
+
+@pytest.mark.parametrize("with_forward", [True, False])
+def test_a_step_without_backward_has_no_parts(tmp_path: Path, with_forward: bool) -> None:
+    """Operators that nothing names, and gloo's collectives: what waits for what cannot be told."""
+    files = []
+    for rank in (0, 1):
+        events = [one for one in plain_loop(6) if not one["name"].startswith(("autograd", "enumerate"))]
+        for number in range(6):
+            at = 100 * number
+            events.append(event("user_annotation", "gloo:all_reduce", at + 40 + rank, 30 - rank, 9))
+            if with_forward:
+                events.append(event("user_annotation", "DistributedDataParallel.forward", at + 11, 15))
+        told = {"rank": rank, "world_size": 2}
+        files.append(kineto(tmp_path / f"rank{rank}.json", events, distributedInfo=told))
+    analysis = analyze(load(files))
+    mean = analysis.mean
+    assert (mean.forward_ms, mean.backward_ms, mean.optimizer_ms, mean.other_ms) == (None,) * 4
+    assert (mean.data_wait_ms is None) == (not with_forward)
+    assert mean.wire_ms == pytest.approx(0.029)
+    assert {name for name, _, _ in analysis.ranks[0].timeline.phases} <= {"data wait"}
+    assert any("without a backward pass" in note for note in analysis.notes)
+    assert not {"slow_transport", "data_wait"} & {finding.rule for finding in findings(analysis)} - {
+        "data_wait" if with_forward else ""}  # fmt: skip
+    assert line_of(step_table(analysis).rows[0]) == ["0", "6", "0.10", *(["0.01"] if with_forward else [])]
+
+
+def line_of(row: Sequence[str]) -> list[str]:
+    return [cell for cell in row if cell]
 
 
 def test_ranks_with_other_collectives_are_not_aligned(tmp_path: Path) -> None:
@@ -193,6 +350,7 @@ def test_gradient_accumulation(tmp_path: Path, exchanges: int, backward_us: floa
     report.kernel(115, 120, 116, MAIN)
     figures = analysis_of(tmp_path, report).mean
     assert (figures.backwards, figures.exchanges, figures.gradient_copies) == (2, exchanges, 0)
+    assert figures.early_exchanges == exchanges - 1
     assert us(figures, *PARTS) == [125, data_us, 20, backward_us, 5, 5]
 
 
@@ -352,7 +510,7 @@ def test_steps_between_optimizer_steps_where_no_range_marks_them(tmp_path: Path)
     [
         ("cap2000", 13.21, (19.10, 13.21), 1, 0, 0),
         ("cap25", 13.31, (13.31, 32.04), 13, 0, 0),
-        ("noview", 1.54, (6.37, 42.06), 13, 152, 352_896_928),
+        ("noview", 1.46, (11.06, 1.51), 13, 152, 352_896_928),  # without its first step
     ],
 )
 def test_nsys_on_two_gpus(

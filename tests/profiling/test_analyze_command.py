@@ -14,6 +14,7 @@ from test_analysis import unpacked
 from typer.testing import CliRunner
 
 from lightning_ddpopt.cli import app
+from lightning_ddpopt.profiling.figures import rate
 
 
 def reports(folder: Path, reduced: tuple[float, float] = (50, 90)) -> list[str]:
@@ -73,6 +74,20 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.output
 
 
+def test_a_page_in_no_folder_is_said_before_the_work(tmp_path: Path) -> None:
+    """Though the trace is none either, the page's folder is what is told of."""
+    arguments = ["analyze", str(tmp_path / "none.json"), "--html", str(tmp_path / "no" / "page.html")]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300", "TERM": "dumb"})
+    assert done.exit_code == 2
+    assert "there is no folder" in done.output
+    assert "no such file" not in done.output
+
+
+@pytest.mark.parametrize(("gb_per_s", "text"), [(230.04, "230.0"), (1, "1.0"), (0.0123, "0.012"), (0, ""), (None, "")])
+def test_small_bandwidths_keep_their_digits(gb_per_s: float | None, text: str) -> None:
+    assert rate(gb_per_s) == text
+
+
 class Parsed(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -106,7 +121,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     assert parsed.tags.count("svg") == 2
     assert "All gradients are reduced in one collective" in text
-    assert "DDPOptStrategy(bucket_cap_mb=&quot;auto&quot;)" in text
+    assert "DDPOptStrategy(bucket_cap_mb=10); try 25, 50, 100 too" in text
 
 
 def test_the_timeline_is_to_scale(tmp_path: Path) -> None:
