@@ -6,7 +6,7 @@
 #   NODES=2 HEAD=node0:29500 examples/launch/several_machines.sh --rungs ddp,bf16,powersgd
 #
 # HEAD is the host name of one of the machines as the others reach it, and the first of the ports that are used: each
-# sweep takes 64 more, so open 29500 and everything above. All machines need the same number of GPUs and the same code.
+# sweep takes 64, so open 29500 and everything above. All machines need the same number of GPUs and the same code.
 #
 # One rung alone, without the ladder (again on every machine):
 #   python examples/train.py -m experiment=bf16 model=vit_l_32 data=synthetic trainer.num_nodes=2 \

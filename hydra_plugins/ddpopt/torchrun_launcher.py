@@ -6,6 +6,7 @@ folder, and hands its objective value back.
 """
 
 import logging
+import math
 import os
 import pickle
 import re
@@ -39,6 +40,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from hydra_plugins.ddpopt.job import Job
+from hydra_plugins.ddpopt.nodes import Nodes
 from hydra_plugins.ddpopt.pinning import TORCHRUN_VARIABLES, pins_of
 from hydra_plugins.ddpopt.start import JOB_VARIABLE, SESSION_VARIABLE, escaped
 
@@ -47,6 +49,9 @@ log = logging.getLogger(__name__)
 _START = Path(__file__).with_name("start.py")
 _POLL_S = 0.1
 _GRACE_S = 5  # for torchrun itself, when its ranks have ended
+_DEAF_S = 2  # for torchrun when it has no ranks any more
+_MEETING_S = 600  # for the launchers of all nodes to come; torchrun's rendezvous waits as long
+_OUTCOME_S = 300  # for the other nodes' outcome of a job, as in torchrun; one that is gone is known at once
 _TRACEBACK = "Traceback (most recent call last):"
 _HYDRAS_LAST_WORDS = "Set the environment variable HYDRA_FULL_ERROR=1"
 
@@ -62,12 +67,17 @@ class TorchrunLauncher(Launcher):
     `torchrun.log`. All jobs of a batch run; a failed one is returned as failed, so that the sweeper raises and the
     command exits with an error. Ctrl-C, SIGTERM, SIGHUP or the end of the launching process stop the ranks too.
 
+    With several nodes, the launchers meet before the first job and keep their connections for the whole sweep: a job
+    that fails on one node is stopped and failed on all, with the same message, and all start the next one together.
+    When a launcher ends early, the running job and all later ones fail on the others.
+
     Args:
         nproc_per_node: ranks on this machine, ``"auto"`` for one per GPU and one without GPUs. Read from the config of
             each job, so that ``hydra.launcher.nproc_per_node=${trainer.devices}`` makes it an axis of the sweep.
         nnodes: machines. The same sweep is started on each, a sampling one with the same seed; the ranks of all take
             rank 0's resolved values, and the sweepers of all get rank 0's objective.
-        rdzv_endpoint: with several nodes, HOST:PORT of one of them. Job k meets at PORT + k.
+        rdzv_endpoint: with several nodes, HOST:PORT of one of them. The launchers meet at PORT, the ranks of job k at
+            PORT + 1 + k.
         rdzv_id: with several nodes, the same name on all, different for sweeps that run at the same time.
         shutdown_timeout_s: seconds that ranks may take to end after SIGTERM before they are killed.
         torchrun_args: further arguments of torchrun, each as ``--name=value``.
@@ -94,12 +104,17 @@ class TorchrunLauncher(Launcher):
         if nnodes == 1 and rdzv_endpoint is not None:
             raise ValueError(f"hydra.launcher.rdzv_endpoint={rdzv_endpoint!r} is for several nodes: set nnodes, or"
                              " leave it out; on one node every job takes a free port.")  # fmt: skip
+        if (isinstance(shutdown_timeout_s, bool) or not isinstance(shutdown_timeout_s, int | float)
+                or not 0 <= shutdown_timeout_s < math.inf):  # fmt: skip
+            raise ValueError(f"hydra.launcher.shutdown_timeout_s={shutdown_timeout_s!r} must be a number of seconds, of"
+                             " at least 0.")  # fmt: skip
         _ranks(nproc_per_node)
         self.nnodes = nnodes
         self.rdzv_endpoint = rdzv_endpoint
         self.rdzv_id = rdzv_id
         self.shutdown_timeout_s = shutdown_timeout_s
         self.torchrun_args = list(torchrun_args)
+        self.nodes: Nodes | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -114,6 +129,7 @@ class TorchrunLauncher(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         log.info("Launching %d jobs under torchrun, output in %s", len(job_overrides), self.config.hydra.sweep.dir)
         with _signals_raise(), tempfile.TemporaryDirectory(prefix="ddpopt_") as scratch:
+            self._meet()
             jobs = [
                 self._run(initial_job_idx + index, list(overrides), name, Path(scratch))
                 for index, (overrides, name) in enumerate(zip(job_overrides, _names(job_overrides), strict=True))
@@ -123,6 +139,15 @@ class TorchrunLauncher(Launcher):
             log.error("%d of %d jobs failed: %s", len(failed), len(jobs), ", ".join(f"#{number}" for number in failed))
         return jobs
 
+    def _meet(self) -> None:
+        if self.rdzv_endpoint is None or self.nodes is not None:
+            return
+        log.info("Waiting for the launchers of %d nodes at %s", self.nnodes, self.rdzv_endpoint)
+        try:
+            self.nodes = Nodes.meet(self.rdzv_endpoint, self.nnodes, self.rdzv_id, _MEETING_S)
+        except TimeoutError as error:
+            raise SweepError(f"hydra/launcher=torchrun: {error}") from error
+
     def _run(self, number: int, overrides: list[str], name: str, scratch: Path) -> JobReturn:
         """One job from its overrides to its result; a job that cannot run is a failed one."""
         name = f"#{number} {name}".rstrip()
@@ -130,7 +155,7 @@ class TorchrunLauncher(Launcher):
         job = JobReturn(overrides=overrides, task_name=JobRuntime.instance().get("name"))
         previous = HydraConfig.instance().cfg
         try:
-            job.return_value = self._train(number, overrides, scratch, name, job)
+            job.return_value = self._train_on_all(number, overrides, scratch, name, job)
             job.status = JobStatus.COMPLETED
             log.info("%s: done in %.1f s", name, time.monotonic() - started)
         except Exception as error:
@@ -139,6 +164,30 @@ class TorchrunLauncher(Launcher):
         finally:
             HydraConfig.instance().cfg = previous
         return job
+
+    def _train_on_all(self, number: int, overrides: list[str], scratch: Path, name: str, job: JobReturn) -> Any:
+        """Train, and with several nodes fail where any of them fails."""
+        if self.nodes is None:
+            return self._train(number, overrides, scratch, name, job)
+        value, cause = None, None
+        try:
+            self._fail_as_others(number)
+            value = self._train(number, overrides, scratch, name, job)
+        except Exception as error:
+            cause = error
+            said = str(error) if isinstance(error, SweepError) else f"{type(error).__name__}: {error}"
+            self.nodes.tell(number, said)
+        else:
+            self.nodes.tell(number, None)
+        failure = self.nodes.failure(number, self.shutdown_timeout_s + _OUTCOME_S)
+        if failure is not None:
+            raise SweepError(failure) from cause
+        return value
+
+    def _fail_as_others(self, number: int) -> None:
+        trouble = None if self.nodes is None else self.nodes.trouble(number)
+        if trouble is not None:
+            raise SweepError(trouble)
 
     def _train(self, number: int, overrides: list[str], scratch: Path, name: str, job: JobReturn) -> Any:
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
@@ -170,11 +219,12 @@ class TorchrunLauncher(Launcher):
         logs = folder / ("torchrun.log" if self.nnodes == 1 else f"torchrun_{socket.gethostname()}.log")
         earlier = logs.stat().st_size if logs.exists() else 0  # of a sweep before this one, or of a job in one folder
         with _live_line(f"{name}: {ranks} ranks", folder / "rank_0.log"):
-            code = self._run_to_its_end(command, logs, str(config.hydra.runtime.cwd), str(description))
+            code = self._run_to_its_end(number, command, logs, str(config.hydra.runtime.cwd), str(description))
         if code != 0:
             raise SweepError(_failure(code, folder, logs, earlier))
         if not result.exists():
-            raise SweepError(f"the ranks ended without an error but did not run the job; see {folder / 'rank_0.log'}")
+            raise SweepError("the ranks ended without an error but did not return from the job (did it call sys.exit?);"
+                             f" see {folder / 'rank_0.log'}")  # fmt: skip
         return pickle.loads(result.read_bytes())
 
     def _rendezvous(self, number: int) -> list[str]:
@@ -184,7 +234,7 @@ class TorchrunLauncher(Launcher):
         return [
             f"--nnodes={self.nnodes}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={host}:{int(port) + number}",
+            f"--rdzv-endpoint={host}:{int(port) + 1 + number}",
             f"--rdzv-id={self.rdzv_id}-{number}",
             # torchrun (2.14) asks whether this machine's host name resolves to the endpoint, and tells the other nodes
             # that name: both fail where the name stands for another interface than the endpoint's, or for none.
@@ -192,7 +242,7 @@ class TorchrunLauncher(Launcher):
             f"--local-addr={_address_towards(host)}",
         ]
 
-    def _run_to_its_end(self, command: list[str], logs: Path, folder: str, job: str) -> int:
+    def _run_to_its_end(self, number: int, command: list[str], logs: Path, folder: str, job: str) -> int:
         """Exit status of torchrun; whatever happens, neither it nor its ranks outlive this call."""
         environment = {name: value for name, value in os.environ.items() if not _belongs_to_a_rank(name)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(self.shutdown_timeout_s))
@@ -206,18 +256,35 @@ class TorchrunLauncher(Launcher):
         )
         try:
             while process.poll() is None:
+                self._fail_as_others(number)
                 time.sleep(_POLL_S)
             return process.returncode
+        except (KeyboardInterrupt, SystemExit):
+            if self.nodes is not None:
+                self.nodes.leave()  # the other nodes stop their ranks while this one does
+            raise
         finally:
             try:
                 if process.poll() is None:
-                    process.terminate()  # torchrun ends its ranks, which have sessions of their own
-                    with suppress(subprocess.TimeoutExpired):  # which would end the job only, not the sweep
-                        process.wait(self.shutdown_timeout_s + _GRACE_S)
+                    self._stop(process, job)
             finally:
                 process.kill()  # takes ranks that are left with it
                 process.wait()
                 _kill_what_ranks_left(job)
+
+    def _stop(self, process: subprocess.Popen[bytes], job: str) -> None:
+        """Let torchrun end its ranks, which have sessions of their own."""
+        process.terminate()
+        left_s = self.shutdown_timeout_s + _GRACE_S
+        step_s = left_s if self.nodes is None else _DEAF_S
+        while left_s > 0:
+            with suppress(subprocess.TimeoutExpired):  # which would end the job only, not the sweep
+                process.wait(min(step_s, left_s))
+                return
+            left_s -= step_s
+            # At its end torchrun (2.14) waits for the other nodes in C++, for up to 300 s, and is deaf to signals.
+            if self.nodes is not None and sys.platform.startswith("linux") and not _processes_of_ranks(job):
+                return
 
 
 def _is_loopback(host: str) -> bool:
@@ -251,15 +318,17 @@ def _names(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 def _app() -> list[str]:
     """The command that started this process, without its arguments."""
+    # A private function of CPython's, which multiprocessing starts its children with too: -O, -W, -X and the like.
+    python = [sys.executable, *subprocess._args_from_interpreter_flags(), "-u"]  # type: ignore[attr-defined]
     main = sys.modules["__main__"]
     specification = getattr(main, "__spec__", None)
     if specification is not None and specification.name != "__main__":  # which a folder with a __main__.py has
-        return [sys.executable, "-u", "-m", specification.name.removesuffix(".__main__")]
+        return [*python, "-m", specification.name.removesuffix(".__main__")]
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).exists():
         raise SweepError("hydra/launcher=torchrun starts the app again by its file or module, and there is none:"
                          " start it as `python app.py` or `python -m package.app`.")  # fmt: skip
-    return [sys.executable, "-u", str(Path(file).absolute())]
+    return [*python, str(Path(file).absolute())]
 
 
 def _child_overrides(config: DictConfig, overrides: list[str], description: Path) -> list[str]:
@@ -300,15 +369,23 @@ def _belongs_to_a_rank(variable: str) -> bool:
 
 def _kill_what_ranks_left(job: str) -> None:
     """Kill what ranks started and left in their sessions, which torchrun stops only with a living rank."""
+    for process in _processes_of_ranks(job):
+        with suppress(OSError):  # another user's, or it has ended
+            os.kill(process, signal.SIGKILL)
+
+
+def _processes_of_ranks(job: str) -> list[int]:
+    """The ranks that run, and what they have started in their sessions. Empty on systems without /proc."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = process.joinpath("environ").read_bytes().split(b"\0")
             session = os.getsid(int(process.name))
-            marks = {f"{JOB_VARIABLE}={job}".encode(), f"{SESSION_VARIABLE}={session}".encode()}
-            if marks <= set(environment):
-                os.kill(int(process.name), signal.SIGKILL)
         except OSError:  # another user's, or it has ended
             continue
+        if {f"{JOB_VARIABLE}={job}".encode(), f"{SESSION_VARIABLE}={session}".encode()} <= set(environment):
+            found.append(int(process.name))
+    return found
 
 
 def _failure(code: int, folder: Path, logs: Path, earlier: int) -> str:

@@ -41,8 +41,9 @@ def tell(config: DictConfig) -> None:
         "original_cwd": hydras.runtime.cwd,
         "job": [hydras.job.num, hydras.job.id, hydras.job.name, hydras.job.override_dirname],
         "mode": str(hydras.mode),
-        "environment": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")},
+        "environment": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
         "torch": "torch" in sys.modules,
+        "flags": [sys.warnoptions, sys._xoptions],
     }
     print("SEEN", json.dumps(seen), flush=True)
 
@@ -55,6 +56,12 @@ def main(config: DictConfig) -> Any:
         return config.x + 100 * rank
     if config.act == "unpicklable":
         return lambda: rank
+    if config.act == "exit":
+        sys.exit(0)
+    if config.act == "raise in the first job":  # which the other ranks end well
+        if rank == config.who and HydraConfig.get().job.num == 0:
+            raise ValueError("these are the last words")
+        return config.x + 100 * rank
     if rank == config.who:
         print("mid-step", flush=True)
         if config.act == "raise":

@@ -6,12 +6,14 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from ranks import free_port
 from torch.distributed.elastic.utils.api import macros
 
 from hydra_plugins.ddpopt import start, torchrun_launcher
+from hydra_plugins.ddpopt.nodes import Nodes
 from hydra_plugins.ddpopt.torchrun_launcher import TorchrunLauncher
 
 HERE = Path(__file__).parent
@@ -93,7 +96,10 @@ def wait_for(what: str, condition: Any, seconds: float) -> None:
 def two_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweeps")
     drawing = ["hydra/sweeper=drawing", "hydra.sweeper.record=record.json"]
-    (folder / "output").write_text(sweep(command(folder / "sweep", *drawing), folder))
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # as by a job of another sweep
+        port = str(taken.getsockname()[1])
+        (folder / "output").write_text(sweep(command(folder / "sweep", *drawing), folder, MASTER_PORT=port))
+    (folder / "taken_port").write_text(port)
     return folder
 
 
@@ -107,7 +113,9 @@ def test_a_sweep_is_one_tree(two_jobs: Path) -> None:
     files = {str(path.relative_to(two_jobs)) for path in two_jobs.rglob("*") if path.is_file()}
     of_a_job = ["rank_0.log", "rank_1.log", "torchrun.log", "hydra_app.log"]
     of_a_job += [f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")]
-    assert files == {"output", "record.json"} | {f"sweep/{job}/{name}" for job in (0, 1) for name in of_a_job}
+    assert files == {"output", "taken_port", "record.json"} | {
+        f"sweep/{job}/{name}" for job in (0, 1) for name in of_a_job
+    }
 
 
 def test_each_rank_sees_the_value_that_the_sweeper_drew(two_jobs: Path, record: list[dict[str, Any]]) -> None:
@@ -149,9 +157,11 @@ def test_hydras_values_are_those_of_the_job(two_jobs: Path) -> None:
             assert not told["torch"], "the ranks of one node need no torch of ours"
 
 
-def test_each_job_has_its_own_rendezvous(two_jobs: Path) -> None:
-    runs = [[rank["environment"]["TORCHELASTIC_RUN_ID"] for rank in seen(two_jobs / "sweep" / job)] for job in "01"]
-    assert runs[0][0] == runs[0][1] != runs[1][0] == runs[1][1]
+def test_a_job_takes_a_port_that_nobody_has(two_jobs: Path) -> None:
+    taken = (two_jobs / "taken_port").read_text()
+    for job in "01":
+        first, second = [rank["environment"]["MASTER_PORT"] for rank in seen(two_jobs / "sweep" / job)]
+        assert first == second != taken
 
 
 def test_the_launcher_tells_of_each_job(two_jobs: Path, record: list[dict[str, Any]]) -> None:
@@ -166,7 +176,7 @@ def test_the_launcher_tells_of_each_job(two_jobs: Path, record: list[dict[str, A
 
 def test_failing_and_killed_ranks_fail_their_jobs_only(tmp_path: Path) -> None:
     tag = uuid.uuid4().hex
-    arguments = ["act=raise,die,unpicklable", f"+tag={tag}"]
+    arguments = ["act=raise,die,unpicklable,exit", f"+tag={tag}"]
     output = sweep(command(tmp_path / "sweep", *arguments), tmp_path, status=1)
     log = f"{tmp_path}/sweep/{{}}/rank_1.log ends with: {{}}\n"
     raised = "rank 1 ended with exit status 1; " + log.format(0, "ValueError: these are the last words")
@@ -174,7 +184,9 @@ def test_failing_and_killed_ranks_fail_their_jobs_only(tmp_path: Path) -> None:
     assert re.search(r"#0 act=raise: FAILED after \d+\.\d s: " + re.escape(raised), output)
     assert re.search(r"#1 act=die: FAILED after \d+\.\d s: " + re.escape(killed), output)
     assert re.search(r"#2 act=unpicklable: done", output)
-    assert "2 of 3 jobs failed: #0, #1\n" in output
+    returned_not = "did not return from the job (did it call sys.exit?); see " + f"{tmp_path}/sweep/3/rank_0.log"
+    assert re.search(r"#3 act=exit: FAILED after .* " + re.escape(returned_not), output)
+    assert "3 of 4 jobs failed: #0, #1, #3\n" in output
     assert "Traceback" not in output, "the message says it all"
     assert "cannot be pickled, the sweeper gets None" in (tmp_path / "sweep" / "2" / "rank_0.log").read_text()
     assert processes(tag) == {}
@@ -260,7 +272,20 @@ def test_a_program_that_does_not_stop_is_killed_and_the_interruption_goes_on(
     monkeypatch.setattr(torchrun_launcher, "_GRACE_S", 0.3)
     launcher = TorchrunLauncher(nproc_per_node=1, shutdown_timeout_s=0)
     with pytest.raises(KeyboardInterrupt):
-        launcher._run_to_its_end([sys.executable, "-c", stubborn, tag], log, str(tmp_path), "job")
+        launcher._run_to_its_end(0, [sys.executable, "-c", stubborn, tag], log, str(tmp_path), "job")
+    assert processes(tag) == {}
+
+
+def test_torchrun_is_not_waited_for_when_another_node_failed_and_its_own_ranks_have_ended(tmp_path: Path) -> None:
+    tag, log = uuid.uuid4().hex, tmp_path / "log"
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    launcher = TorchrunLauncher(nproc_per_node=1, shutdown_timeout_s=60)
+    is_ready = lambda job: "on there: why" if log.exists() and log.read_text() else None  # noqa: E731
+    launcher.nodes = SimpleNamespace(trouble=is_ready)  # type: ignore[assignment]
+    started = time.monotonic()
+    with pytest.raises(torchrun_launcher.SweepError, match="on there: why"):
+        launcher._run_to_its_end(0, [sys.executable, "-c", deaf, tag], log, str(tmp_path), "job")
+    assert time.monotonic() - started < 15
     assert processes(tag) == {}
 
 
@@ -420,11 +445,14 @@ hydra:
 def test_another_config_that_makes_itself_a_sweep(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "other.yaml").write_text(CONFIG)
-    sweep([*APP, f"--config-path={tmp_path / 'conf'}", "--config-name", "other"], tmp_path)
+    flags = ["-W", "ignore::ImportWarning", "-X", "faulthandler"]  # no -O: Hydra 1.3 cannot read overrides with it
+    app = [sys.executable, *flags, *APP[1:]]
+    sweep([*app, f"--config-path={tmp_path / 'conf'}", "--config-name", "other"], tmp_path)
     (told,) = [seen(path, 1)[0] for path in (tmp_path / "out").glob("*/*") if path.is_dir()]
     assert told["config"] == {"x": 3, "act": "return", "label": "mine"}
     assert re.fullmatch(rf"{tmp_path}/out/\d{{4}}/x=3", told["output_dir"])
     assert told["cwd"] == str(tmp_path)
+    assert told["flags"] == [["ignore::ImportWarning"], {"faulthandler": True}]
 
 
 def test_the_jobs_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -433,64 +461,172 @@ def test_the_jobs_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     with pytest.raises(torchrun_launcher.SweepError, match=r"start it as `python app.py`"):
         torchrun_launcher._app()
     main.__file__ = str(tmp_path)
-    assert torchrun_launcher._app() == [sys.executable, "-u", str(tmp_path)]
+    monkeypatch.setattr(subprocess, "_args_from_interpreter_flags", lambda: ["-O"])
+    assert torchrun_launcher._app() == [sys.executable, "-O", "-u", str(tmp_path)]
     for name, program in {"pkg.app": "pkg.app", "pkg.__main__": "pkg"}.items():
         main.__spec__ = type(pytest.__spec__)(name, None)  # type: ignore[arg-type]
-        assert torchrun_launcher._app() == [sys.executable, "-u", "-m", program]
+        assert torchrun_launcher._app() == [sys.executable, "-O", "-u", "-m", program]
     main.__spec__ = type(pytest.__spec__)("__main__", None)  # type: ignore[arg-type]
-    assert torchrun_launcher._app() == [sys.executable, "-u", str(tmp_path)]
+    assert torchrun_launcher._app() == [sys.executable, "-O", "-u", str(tmp_path)]
 
 
 # ---- several nodes
 
 
-def on_two_nodes(tmp_path: Path, *arguments: str, of_node: Callable[[int], list[str]]) -> list[tuple[Path, int]]:
-    """Folder and exit status of two launchers that meet on this machine."""
+@contextlib.contextmanager
+def two_nodes(
+    tmp_path: Path, *arguments: str, ranks: int, of_node: Callable[[int], list[str]] = lambda index: []
+) -> Iterator[dict[Path, subprocess.Popen[bytes]]]:
+    """Two launchers that meet on this machine, by their folders."""
     meeting = ["hydra.launcher.nnodes=2", f"hydra.launcher.rdzv_endpoint=127.0.0.1:{free_port()}"]
-    nodes = [tmp_path / "node_0", tmp_path / "node_1"]
-    running: list[subprocess.Popen[bytes]] = []
+    running: dict[Path, subprocess.Popen[bytes]] = {}
     try:
-        for index, node in enumerate(nodes):
+        for index in range(2):
+            node = tmp_path / f"node_{index}"
             node.mkdir()
-            words = command(node, *meeting, *arguments, *of_node(index))
+            words = command(node, *meeting, *arguments, *of_node(index), ranks=ranks)
             with (node / "output").open("wb") as output:
-                running.append(
-                    subprocess.Popen(words, env=environment(), cwd=node, stdout=output, stderr=subprocess.STDOUT)
+                running[node] = subprocess.Popen(
+                    words, env=environment(), cwd=node, stdout=output, stderr=subprocess.STDOUT
                 )
-        return [(node, process.wait(60)) for node, process in zip(nodes, running, strict=True)]
+        yield running
     finally:
-        for process in running:
+        for process in running.values():
             process.terminate()
-        for process in running:
+        for process in running.values():
             process.wait(40)
 
 
+def test_each_job_of_several_nodes_meets_at_a_port_of_its_own() -> None:
+    launcher = TorchrunLauncher(nproc_per_node=1, nnodes=2, rdzv_endpoint="127.0.0.1:5000")
+    for job, endpoint in enumerate(["127.0.0.1:5001", "127.0.0.1:5002"]):  # the launchers meet at 5000
+        assert f"--rdzv-endpoint={endpoint}" in launcher._rendezvous(job)
+
+
 def test_nodes_with_different_jobs_are_told_so(tmp_path: Path) -> None:
-    ended = on_two_nodes(tmp_path, of_node=lambda index: [f"x={index + 1}"])
-    assert [status for _, status in ended] == [1, 1]
+    with two_nodes(tmp_path, ranks=1, of_node=lambda index: [f"x={index + 1}"]) as running:
+        assert [launcher.wait(60) for launcher in running.values()] == [1, 1]
     logs = "".join(log.read_text() for log in tmp_path.rglob("rank_*.log"))
     assert re.search(r"node 1 of the job was given 'x=[12]', and node 0 'x=[12]'\. Start the same", logs)
     assert "Start the same command on every node, and give a sampling sweeper a seed." in logs
 
 
-def test_two_nodes_share_a_job(tmp_path: Path) -> None:
-    sampler = ["hydra/sweeper=drawing", "hydra.sweeper.jobs=1", "hydra.sweeper.seed=7"]
-    ended = on_two_nodes(tmp_path, *sampler, of_node=lambda index: ["hydra.sweeper.record=record.json"])
-    for node, status in ended:
-        assert status == 0, (node / "output").read_text()
-    nodes = [node for node, _ in ended]
-    by_node = sorted(
-        nodes, key=lambda node: not (node / "0" / "rank_0.log").exists()
-    )  # who came first to the meeting is node 0
-    told = [*seen(by_node[0] / "0", first=0), *seen(by_node[1] / "0", first=2)]
+def test_two_nodes_share_each_job_and_its_failure(tmp_path: Path) -> None:
+    sampler = ["hydra/sweeper=drawing", "hydra.sweeper.seed=7", "hydra.sweeper.record=record.json"]
+    with two_nodes(tmp_path, *sampler, "act=raise in the first job", ranks=2) as running:  # rank 1, the others return
+        statuses = [launcher.wait(60) for launcher in running.values()]
+    nodes = list(running)
+    outputs = [(node / "output").read_text() for node in nodes]
+    assert statuses == [1, 1], outputs
+    records = [json.loads((node / "record.json").read_text()) for node in nodes]
+
+    (raised,) = (node for node in nodes if (node / "0" / "rank_1.log").exists())
+    log = raised / "0" / "rank_1.log"
+    failure = f"on {socket.gethostname()}: rank 1 ended with exit status 1; {log} ends with: ValueError: these are the"
+    for output, record in zip(outputs, records, strict=True):
+        assert record[0]["failure"] == f"{failure} last words"
+        after = re.search(r"#0 .*: FAILED after (\d+)\.\d s: " + re.escape(failure), output)
+        assert after is not None, output
+        assert int(after[1]) < 30, "torchrun waits 300 s for the other node, and is deaf to SIGTERM then"
+        assert "1 of 2 jobs failed: #0\n" in output
+
+    by_node = sorted(nodes, key=lambda node: not (node / "1" / "rank_0.log").exists())  # who was first is node 0
+    told = [*seen(by_node[0] / "1", first=0), *seen(by_node[1] / "1", first=2)]
     assert [rank["environment"] for rank in told] == [
-        {"RANK": str(rank), "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": told[0]["environment"]["TORCHELASTIC_RUN_ID"]}
+        {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": told[0]["environment"]["MASTER_PORT"]}
         for rank in range(4)
     ]
     assert len({(rank["config"]["x"], rank["config"]["clock"], rank["config"]["random"]) for rank in told}) == 1
-    assert [rank["output_dir"] for rank in told] == [str(node / "0") for node in by_node for _ in range(2)]
-    objectives = [json.loads((node / "record.json").read_text())[0]["objective"] for node in nodes]
+    assert [rank["output_dir"] for rank in told] == [str(node / "1") for node in by_node for _ in range(2)]
+    objectives = [record[1]["objective"] for record in records]
     assert objectives == [told[0]["config"]["x"]] * 2, "rank 0's on both nodes, so that both sweepers draw the same"
+
+
+def test_a_killed_launcher_ends_the_jobs_of_the_other_node(tmp_path: Path) -> None:
+    with two_nodes(tmp_path, "act=wait,return", ranks=1) as running:
+        (left, launcher), (_, killed) = running.items()
+        for node in running:
+            log = node / "0"
+            wait_for(
+                "the ranks", lambda log=log: any("SEEN" in path.read_text() for path in log.glob("rank_*.log")), 40
+            )
+        killed.kill()
+        assert launcher.wait(GONE_WITHIN_S) == 1
+    lost = re.escape(f"the connection to the launcher on {socket.gethostname()} is lost (has it ended?)")
+    output = (left / "output").read_text()
+    for job in ("#0 act=wait", "#1 act=return"):
+        assert re.search(rf"{job}: FAILED after \d+\.\d s: {lost}\n", output), output
+
+
+def is_open(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+        return True
+    return False
+
+
+@pytest.fixture
+def three() -> Iterator[list[Nodes]]:
+    """Three launchers' views of each other, the host's first; a launcher of another sweep came between them."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        host = pool.submit(Nodes.meet, endpoint, 3, "mine", 20)
+        wait_for("the host", lambda: is_open(endpoint), 5)
+        with pytest.raises(TimeoutError, match=r"no meeting of 3 launchers at 127.* within 0\.5 s .*Start the same"):
+            Nodes.meet(endpoint, 3, "another", 0.5)
+        others = [pool.submit(Nodes.meet, endpoint, 3, "mine", 20) for _ in range(2)]
+        nodes = [host.result(20), *(other.result(20) for other in others)]
+    yield nodes
+    for node in nodes:
+        node.leave()
+
+
+def failures(nodes: list[Nodes], job: int, wait_s: float = 20) -> list[str | None]:
+    with ThreadPoolExecutor() as pool:
+        return [asked.result(30) for asked in [pool.submit(node.failure, job, wait_s) for node in nodes]]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_launchers_know_what_one_tells(three: list[Nodes], failing: int) -> None:
+    expected = f"on {socket.gethostname()}: why"
+    assert [node.trouble(0) for node in three] == [None] * 3
+    three[failing].tell(0, "why")
+    for node in three:
+        wait_for("the news", lambda node=node: [other.trouble(0) for other in three] and node.trouble(0) == expected, 5)
+    for node in three:
+        if node is not three[failing]:
+            node.tell(0, "torchrun lost the other")  # what the first failure explains
+    assert failures(three, 0) == [expected] * 3
+    for node in three:
+        node.tell(1, None)
+    assert failures(three, 1) == [None] * 3
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_launcher_that_ends_keeps_nobody_waiting(three: list[Nodes], gone: int) -> None:
+    for node in three:
+        node.tell(0, None)
+    assert failures(three, 0) == [None] * 3
+    three.pop(gone).leave()
+    wait_for("the loss", lambda: all(node.trouble(1) for node in three), 5)
+    for node in three:
+        node.tell(1, "torchrun was stopped")
+    for failure in failures(three, 1):
+        assert f"the connection to the launcher on {socket.gethostname()} is lost (has it ended?)" in str(failure)
+    assert [node.trouble(0) for node in three] == [None] * 2, "it ended after job 0"
+
+
+def test_a_silent_launcher_keeps_nobody_waiting(three: list[Nodes]) -> None:
+    for node in three[:2]:
+        node.tell(0, None)
+    (said, *_) = failures(three[:2], 0, wait_s=0.3)
+    assert said == f"the launcher on {socket.gethostname()} did not tell within 0.3 s how the job ended"
+    wait_for("later jobs fail", lambda: all(node.trouble(1) for node in three), 5)
+
+
+def test_a_launcher_that_is_alone_gives_up() -> None:
+    with pytest.raises(TimeoutError, match=r"only 1 of 2 launchers came to the meeting"):
+        Nodes.meet(f"127.0.0.1:{free_port()}", 2, "mine", 0.1)
 
 
 # ---- mistakes
@@ -504,6 +640,12 @@ def test_two_nodes_share_a_job(tmp_path: Path) -> None:
         ({"nproc_per_node": True}, "hydra.launcher.nproc_per_node=True must be 'auto' or a whole number"),
         ({"nnodes": 0}, "hydra.launcher.nnodes=0 must be a whole number of at least 1."),
         ({"nnodes": 2}, "hydra.launcher.rdzv_endpoint=None must be HOST:PORT of one of the 2 nodes"),
+        ({"shutdown_timeout_s": "soon"}, "hydra.launcher.shutdown_timeout_s='soon' must be a number of seconds, of at"),
+        ({"shutdown_timeout_s": float("nan")}, "hydra.launcher.shutdown_timeout_s=nan must be a number of seconds"),
+        (
+            {"shutdown_timeout_s": -1},
+            "hydra.launcher.shutdown_timeout_s=-1 must be a number of seconds, of at least 0.",
+        ),
         ({"nnodes": 2, "rdzv_endpoint": "host"}, "hydra.launcher.rdzv_endpoint='host' must be HOST:PORT"),
         ({"rdzv_endpoint": "host:1"}, "hydra.launcher.rdzv_endpoint='host:1' is for several nodes: set nnodes, or"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 
 
 class DrawingSweeper(Sweeper):
-    """Draws ``x`` for each job and writes down what it drew and what the launcher returned."""
+    """Draws ``x`` for each job, writes down what it drew and what the launcher returned, and raises what failed."""
 
     def __init__(self, jobs: int, record: str, seed: int | None = None) -> None:
         self.jobs = jobs
@@ -32,7 +33,8 @@ class DrawingSweeper(Sweeper):
         jobs = [
             {
                 "drawn": x,
-                "objective": job.return_value,
+                "objective": job.return_value if job.status == JobStatus.COMPLETED else None,
+                "failure": str(job._return_value) if job.status == JobStatus.FAILED else None,
                 "overrides": list(job.overrides or []),
                 "working_dir": job.working_dir,
                 "x": None if job.cfg is None else job.cfg.x,
@@ -40,6 +42,8 @@ class DrawingSweeper(Sweeper):
             for x, job in zip(drawn, returned, strict=True)
         ]
         self.record.write_text(json.dumps(jobs))
+        for job in returned:
+            job.return_value  # noqa: B018 - raises
 
 
 ConfigStore.instance().store(
