@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from ipaddress import ip_address
@@ -40,6 +40,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from hydra_plugins.ddpopt.job import Job
+from hydra_plugins.ddpopt.logs import failure, live_line
 from hydra_plugins.ddpopt.nodes import Nodes
 from hydra_plugins.ddpopt.pinning import TORCHRUN_VARIABLES, pins_of
 from hydra_plugins.ddpopt.start import JOB_VARIABLE, SESSION_VARIABLE, escaped
@@ -52,8 +53,6 @@ _GRACE_S = 5  # for torchrun itself, when its ranks have ended
 _DEAF_S = 2  # for torchrun when it has no ranks any more
 _MEETING_S = 600  # for the launchers of all nodes to come; torchrun's rendezvous waits as long
 _OUTCOME_S = 300  # for the other nodes' outcome of a job, as in torchrun; one that is gone is known at once
-_TRACEBACK = "Traceback (most recent call last):"
-_HYDRAS_LAST_WORDS = "Set the environment variable HYDRA_FULL_ERROR=1"
 
 
 class SweepError(CompactHydraException):
@@ -218,10 +217,10 @@ class TorchrunLauncher(Launcher):
         ]
         logs = folder / ("torchrun.log" if self.nnodes == 1 else f"torchrun_{socket.gethostname()}.log")
         earlier = logs.stat().st_size if logs.exists() else 0  # of a sweep before this one, or of a job in one folder
-        with _live_line(f"{name}: {ranks} ranks", folder / "rank_0.log"):
+        with live_line(f"{name}: {ranks} ranks", folder / "rank_0.log", log):
             code = self._run_to_its_end(number, command, logs, str(config.hydra.runtime.cwd), str(description))
         if code != 0:
-            raise SweepError(_failure(code, folder, logs, earlier))
+            raise SweepError(failure(code, folder, logs, earlier))
         if not result.exists():
             raise SweepError("the ranks ended without an error but did not return from the job (did it call sys.exit?);"
                              f" see {folder / 'rank_0.log'}")  # fmt: skip
@@ -348,7 +347,7 @@ def _child_overrides(config: DictConfig, overrides: list[str], description: Path
 
 def _quoted(text: str) -> str:
     """As a value in Hydra's grammar of overrides."""
-    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), text)
+    text = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), text)
     return "'" + text.replace("${", r"\${") + "'"
 
 
@@ -386,69 +385,6 @@ def _processes_of_ranks(job: str) -> list[int]:
         if {f"{JOB_VARIABLE}={job}".encode(), f"{SESSION_VARIABLE}={session}".encode()} <= set(environment):
             found.append(int(process.name))
     return found
-
-
-def _failure(code: int, folder: Path, logs: Path, earlier: int) -> str:
-    """Which rank failed first, how, and its last words. The first ``earlier`` bytes of ``logs`` are not this job's."""
-    text = logs.read_bytes()[earlier:].decode(errors="replace")
-    cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.S)
-    if cause is None:
-        return f"torchrun {_ended(code)}; {_last_words(logs)}"
-    rank, status = int(cause[1]), int(cause[2])
-    return f"rank {rank} {_ended(status)}; {_last_words(folder / f'rank_{rank}.log', of_an_exception=status > 0)}"
-
-
-def _ended(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-
-
-def _last_words(path: Path, of_an_exception: bool = False) -> str:
-    said = _last_lines(path)
-    if not said:
-        return f"see {path}"
-    line = said[-1]
-    if of_an_exception and _TRACEBACK in said:
-        trace = said[len(said) - said[::-1].index(_TRACEBACK) :]
-        line = next((words for words in trace if not words.startswith(" ")), line)
-    return f"{path} ends with: {line[:300]}"
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 8192))
-            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
-    except OSError:
-        return []
-    return [line.rstrip() for line in lines if line.strip() and not line.startswith(_HYDRAS_LAST_WORDS)]
-
-
-@contextmanager
-def _live_line(text: str, output: Path) -> Iterator[None]:
-    """On a terminal, one line that tells the running job, for how long, and what its first rank said last."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        log.info("%s, running", text)
-        yield
-        return
-    started, ended = time.monotonic(), threading.Event()
-
-    def update(show: Callable[[str], None]) -> None:
-        while not ended.wait(0.5):
-            line = f"{text}, {time.monotonic() - started:.0f} s  {' '.join(_last_lines(output)[-1:])}"
-            show(escape(line[: max(20, console.width - 4)]))
-
-    with console.status(escape(text)) as status:
-        thread = threading.Thread(target=update, args=[status.update], daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from ranks import free_port
 from torch.distributed.elastic.utils.api import macros
 
 from hydra_plugins.ddpopt import start, torchrun_launcher
+from hydra_plugins.ddpopt.logs import failure, last_words
 from hydra_plugins.ddpopt.nodes import Nodes
 from hydra_plugins.ddpopt.torchrun_launcher import TorchrunLauncher
 
@@ -296,13 +297,13 @@ def test_a_job_is_not_told_of_an_earlier_failure_in_its_folder(tmp_path: Path) -
     earlier = logs.stat().st_size
     with logs.open("a") as file:
         file.write("no port\n")
-    no_cause = torchrun_launcher._failure(1, tmp_path, logs, earlier)
+    no_cause = failure(1, tmp_path, logs, earlier)
     assert no_cause == f"torchrun ended with exit status 1; {logs} ends with: no port"
     with logs.open("a") as file:
         file.write(cause.format(3, -6))
     expected = f"rank 3 was killed by SIGABRT; see {tmp_path}/rank_3.log"
-    assert torchrun_launcher._failure(1, tmp_path, logs, earlier) == expected
-    assert torchrun_launcher._failure(-9, tmp_path, tmp_path / "torchrun.log", logs.stat().st_size).startswith(
+    assert failure(1, tmp_path, logs, earlier) == expected
+    assert failure(-9, tmp_path, tmp_path / "torchrun.log", logs.stat().st_size).startswith(
         "torchrun was killed by SIGKILL; "
     )
 
@@ -321,7 +322,7 @@ def test_a_job_is_not_told_of_an_earlier_failure_in_its_folder(tmp_path: Path) -
 )
 def test_last_words(tmp_path: Path, log: str, words: str) -> None:
     (tmp_path / "log").write_text(log)
-    assert torchrun_launcher._last_words(tmp_path / "log", of_an_exception=True) == f"{tmp_path}/log ends with: {words}"
+    assert last_words(tmp_path / "log", of_an_exception=True) == f"{tmp_path}/log ends with: {words}"
 
 
 # ---- overrides
@@ -336,7 +337,7 @@ def in_hydras_grammar(value: Any) -> str:
         return "[" + ",".join(map(in_hydras_grammar, value)) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{in_hydras_grammar(item)}" for key, item in value.items()) + "}"
-    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), value) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), value) + "'"
 
 
 NASTY_TEXT = st.text(st.sampled_from("""=, '"[]{}()\\$%:~@?*#+-\t/.24é✓xr\n"""), max_size=10).filter(
@@ -611,8 +612,8 @@ def test_a_launcher_that_ends_keeps_nobody_waiting(three: list[Nodes], gone: int
     wait_for("the loss", lambda: all(node.trouble(1) for node in three), 5)
     for node in three:
         node.tell(1, "torchrun was stopped")
-    for failure in failures(three, 1):
-        assert f"the connection to the launcher on {socket.gethostname()} is lost (has it ended?)" in str(failure)
+    for told in failures(three, 1):
+        assert f"the connection to the launcher on {socket.gethostname()} is lost (has it ended?)" in str(told)
     assert [node.trouble(0) for node in three] == [None] * 2, "it ended after job 0"
 
 
