@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import re
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,33 @@ def test_validation_has_its_own_range(two_ranks: Ranks) -> None:
 def test_the_window_is_on_the_chosen_ranks(two_ranks: Ranks) -> None:
     results = two_ranks(record, {"warmup_steps": 1, "profile_steps": 2, "ranks": [1]}, {})
     assert [bool(result["events"]) for result in results] == [False, True]
+
+
+class Timed(Recorder):
+    first_batch_s = 0.0
+
+    def push(self, name: str, colour: int) -> None:
+        super().push(name, colour)
+        if name.startswith("Batch") and not self.first_batch_s:
+            self.first_batch_s = time.time()
+
+
+def starts_late() -> float:
+    """When the first step begins on a rank; rank 1's profiler takes a second to start."""
+    recorder = Timed()
+
+    def start() -> Timed:
+        time.sleep(torch.distributed.get_rank())
+        return recorder
+
+    capture.NvtxRanges = start  # type: ignore[assignment,misc]
+    trainer(DDPOptStrategy(), max_steps=4, callbacks=[NsysCallback(1, 1)]).fit(Mlp(), data())
+    return recorder.first_batch_s
+
+
+def test_profilers_wait_for_each_other(two_ranks: Ranks) -> None:
+    first, second = two_ranks(starts_late)
+    assert abs(first - second) < 0.5
 
 
 def test_every_fit_has_a_window_and_the_second_has_its_buckets(two_ranks: Ranks) -> None:
