@@ -26,6 +26,8 @@ def resolve_plan(
 
     """
     _refuse_two_hooks(comm_hook, comm_hook_options, ddp_comm_hook)
+    if isinstance(comm_hook, str) and comm_hook == "auto" and comm_hook_options:
+        raise ValueError("comm_hook_options are for a named hook, and comm_hook='auto' chooses one: give one of them.")
     if ddp_comm_state is not None and ddp_comm_hook is None:
         raise ValueError("ddp_comm_state belongs to ddp_comm_hook, which is not given; comm_hook takes its options.")
     if ddp_comm_wrapper is not None and not callable(ddp_comm_wrapper):
@@ -39,7 +41,7 @@ def resolve_plan(
             name = getattr(custom, "__qualname__", type(custom).__qualname__)
             spec = HookSpec(CUSTOM_HOOK, {"callable": name})
         else:
-            spec = HookSpec(custom, comm_hook_options or {})
+            spec = HookSpec("none" if custom == "auto" else custom, comm_hook_options or {})
         resolved = Plan(static_graph, gradient_as_bucket_view, capacity, spec)  # type: ignore[arg-type]
     else:
         given = {

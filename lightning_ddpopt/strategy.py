@@ -4,6 +4,7 @@ import atexit
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,18 @@ from lightning_ddpopt.hooks.hook import CommHook, HookContext, run_hook
 from lightning_ddpopt.hooks.registry import build_hook
 from lightning_ddpopt.messages import say, say_here, some
 from lightning_ddpopt.plan import CUSTOM_HOOK, Plan
+from lightning_ddpopt.tuning import run as tuning_run
+from lightning_ddpopt.tuning.options import TuningOptions
+from lightning_ddpopt.tuning.session import TuningSession
+from lightning_ddpopt.tuning.verdict import Verdict
 from lightning_ddpopt.wrapping import Layout, TrainableSet
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "ddpopt"
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
+MOST_RETUNINGS = 4
+"""How often a fit tunes anew because another set of parameters is trained."""
 
 
 class DDPOptStrategy(DDPStrategy):
@@ -42,12 +49,15 @@ class DDPOptStrategy(DDPStrategy):
         plan: a plan, or the path of one that :meth:`Plan.save` wrote. The five arguments after it then stay unset.
         static_graph: your promise that every iteration uses the same graph; never guessed.
         gradient_as_bucket_view: let ``.grad`` be views into the buckets: one gradient copy less in memory and time.
-        bucket_cap_mb: ``"auto"``, None (torch's default: 1 MiB, then 25), MiB, or MiB for each bucket in gradient-ready
-            order. ``"auto"`` is torch's default until this package has a tuner.
-        comm_hook: ``"none"`` (exact), ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a callable ``hook(state, bucket)``.
+        bucket_cap_mb: ``"auto"`` (tuned on the first training steps), None (torch's default: 1 MiB, then 25), MiB,
+            or MiB for each bucket in gradient-ready order.
+        comm_hook: ``"none"`` (exact), ``"fp16"``, ``"bf16"``, ``"powersgd"``, a callable ``hook(state, bucket)``, or
+            ``"auto"``: exact, or a hook that ``allow`` covers where its trial was faster; such trials train lossily.
         comm_hook_options: options of a named hook (see :data:`~lightning_ddpopt.plan.HOOK_DEFAULTS`); for a callable
             ``{"state": ...}``.
-        tuning: whether ``bucket_cap_mb="auto"`` may be tuned, once this package has a tuner.
+        allow: what ``comm_hook="auto"`` may choose: ``"quantized"`` (bf16) or ``"low_rank"`` (PowerSGD too).
+        tuning: whether what is ``"auto"`` is tuned; ``"observe"`` trains by torch's default capacity and says what
+            could be gained; or a mapping of options (see :class:`~lightning_ddpopt.tuning.options.TuningOptions`).
         gradient_check_steps: number of synchronised backward passes after each wrap in which the ranks compare their
             gradients and raise where they differ; 0 turns it off. It waits for the device in those steps.
         **kwargs: all arguments of ``DDPStrategy``, and through it those of DistributedDataParallel.
@@ -69,7 +79,8 @@ class DDPOptStrategy(DDPStrategy):
         bucket_cap_mb: float | Sequence[float] | str | None = "auto",
         comm_hook: str | Callable[..., Any] = "none",
         comm_hook_options: Mapping[str, Any] | None = None,
-        tuning: bool = True,
+        allow: str = "quantized",
+        tuning: bool | str | Mapping[str, Any] = True,
         gradient_check_steps: int = 3,
         **kwargs: Any,
     ) -> None:
@@ -82,8 +93,9 @@ class DDPOptStrategy(DDPStrategy):
             raise ValueError(f"model_averaging_period={period!r} must be a whole number of at least 1.")
         if isinstance(self._ddp_comm_state, PostLocalSGDState) and period is None:
             raise ValueError("ddp_comm_state is a PostLocalSGDState, which needs model_averaging_period, in steps.")
-        if not isinstance(tuning, bool):
-            raise ValueError(f"tuning={tuning!r} must be True or False.")
+        if allow not in tuning_run.HOOKS_ALLOWED:
+            raise ValueError(f"allow={allow!r} is not one of {', '.join(map(repr, tuning_run.HOOKS_ALLOWED))}.")
+        self._tuning_options = TuningOptions.of(tuning)
         if (
             isinstance(gradient_check_steps, bool)
             or not isinstance(gradient_check_steps, int)
@@ -101,7 +113,9 @@ class DDPOptStrategy(DDPStrategy):
             ddp_comm_state=self._ddp_comm_state,
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
-        self._is_auto = plan is None and isinstance(bucket_cap_mb, str) and tuning
+        self._tunes_capacity = plan is None and isinstance(bucket_cap_mb, str)
+        is_auto_hook = isinstance(comm_hook, str) and comm_hook == "auto"
+        self._hooks_to_try = tuning_run.HOOKS_ALLOWED[allow] if is_auto_hook else ()
         self._gradient_check_steps = gradient_check_steps
         self._disabled = _is_disabled()
         if self._disabled:
@@ -120,6 +134,13 @@ class DDPOptStrategy(DDPStrategy):
         self._payload_bytes: int | None = None
         self._told: set[str] = set()
         self._agreed_plan: Plan | None = None
+        self.verdict: Verdict | None = None
+        """What tuning found; None before, and where nothing is tuned."""
+        self._default_plan = self.plan
+        self._session: TuningSession | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._tuned_facts: Mapping[str, Any] | None = None
+        self._retunings = self._verdict_step = 0
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -176,6 +197,7 @@ class DDPOptStrategy(DDPStrategy):
             raise ValueError("ddp_comm_wrapper wraps a hook, and the new plan has none: name a hook in it.")
         if self._wrapped_plan is not None and self.lightning_module is not None:
             wrapping.check_module(self.lightning_module, plan, self._ddp_kwargs)
+        self._stop_tuning()
         self.plan = plan
 
     # ---------------------------------------------------------------------------------------- Lightning's life cycle
@@ -200,8 +222,6 @@ class DDPOptStrategy(DDPStrategy):
             say(log, f"world size 1: the module is not wrapped, nothing is exchanged (not applied: {self.plan})")
             return None
         wrapping.check_module(self.model, self.plan, self._ddp_kwargs)
-        if self._is_auto:
-            self._say_once("bucket_cap_mb='auto' is torch's default: this version has no tuner yet")
         if self.plan.static_graph and self._ddp_kwargs.get("find_unused_parameters"):
             say(
                 log,
@@ -209,6 +229,7 @@ class DDPOptStrategy(DDPStrategy):
                 " find_unused_parameters=True changes nothing",
             )
         self._trainable = TrainableSet(self.lightning_module)
+        self._start_tuning()
         self._hook = self._build_hook()
         trainer = self.lightning_module.trainer
         first_syncs = self.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1
@@ -243,7 +264,14 @@ class DDPOptStrategy(DDPStrategy):
         changed = self._trainable.changed()
         if changed:
             self._rewrap_for_trainable(changed)
-            return
+        else:
+            self._tune()
+            self._wrap_if_needed()
+        if self._session is not None:
+            self._session.batch_started(self.model)
+
+    def _wrap_if_needed(self) -> None:
+        """Re-wrap for a new plan, or for a graph that becomes static, at a micro-batch where that can be done."""
         syncs = self._next_backward_syncs()
         target = self._plan_if(syncs)
         # A new plan waits for the micro-batch that synchronises, unless the wrapper could not take the one before it; a
@@ -252,7 +280,7 @@ class DDPOptStrategy(DDPStrategy):
         if self._looks_for_unused and not target.static_graph:
             waits = self._has_unsynced_gradients
         if target != self._wrapped_plan and not waits:
-            self._wrap(target)
+            self._wrap(target) if self._session is None else self._wrap_for_trial(self._session, target)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -264,6 +292,8 @@ class DDPOptStrategy(DDPStrategy):
             if not self.lightning_module.automatic_optimization:
                 self._prepare_static_graph()
         super().pre_backward(closure_loss)
+        if self._session is not None:
+            self._session.backward_started()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -272,19 +302,41 @@ class DDPOptStrategy(DDPStrategy):
             return super().post_backward(closure_loss)
         self._has_unsynced_gradients = not model.require_backward_grad_sync
         if self._has_unsynced_gradients:
+            if self._session is not None:
+                self._session.backward_ended(synchronised=False)
             return None
         super().post_backward(closure_loss)  # in manual optimisation, reduces a static graph's first iteration
         self._backwards_since_wrap += 1
         if self._hook is not None:
             self._payload_bytes = self._hook.take_payload_bytes()
-        if self._backwards_since_wrap <= self._gradient_check_steps:
+        checks = self._gradient_check_steps
+        if self._session is not None:
+            self._session.backward_ended(synchronised=True, payload_bytes=self._payload_bytes)
+            checks = min(checks, self._session.discards)  # a check takes time
+        if self._backwards_since_wrap <= checks:
             self._check_gradients(model)
         return None
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._session is not None:
+            self._session.optimizer_stepped()
+        return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._note_layout(last_chance=True)
+        if self._session is not None:
+            self._stop_tuning()
+            say(log, "training ended before tuning did: no verdict")
 
     @override
     def save_checkpoint(
@@ -293,6 +345,8 @@ class DDPOptStrategy(DDPStrategy):
         holds_training_state = "optimizer_states" in checkpoint
         if holds_training_state and self._agreed_plan is not None:
             checkpoint[CHECKPOINT_KEY] = {"plan": self.plan.to_dict(), "hook_state": self._hook_state_to_save()}
+            if self.verdict is not None and self._session is None and self._tuned_facts is not None:
+                checkpoint[CHECKPOINT_KEY] |= {"verdict": self.verdict.to_dict(), "tuned": dict(self._tuned_facts)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -300,6 +354,9 @@ class DDPOptStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         ours = checkpoint.get(CHECKPOINT_KEY)
         if ours and self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if "verdict" in ours and self._wrapped_plan is None and self._tunes_anything:
+                self.verdict, self._tuned_facts = Verdict.from_dict(ours["verdict"]), ours["tuned"]
+                self.plan = self.verdict.plan
             saved, current = ours["plan"]["hook"], self.plan.to_dict()["hook"]
             if ours["hook_state"] and saved == current:
                 if self._wrapped_plan is not None and self._hook is not None:
@@ -313,6 +370,7 @@ class DDPOptStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
+        self._stop_tuning()
         self._wrapped_plan = None
         self._hook_state_to_load = None
 
@@ -323,9 +381,119 @@ class DDPOptStrategy(DDPStrategy):
             description = f"DDPOptStrategy with comm_hook {hook!r}"
             strategy_registry.register(name, cls, description, override=True, comm_hook=hook)
 
+    # ---------------------------------------------------------------------------------------- tuning
+
+    @property
+    def _tunes_anything(self) -> bool:
+        return (self._tunes_capacity or bool(self._hooks_to_try)) and self._tuning_options is not None
+
+    def _start_tuning(self, *, recheck: bool = False) -> None:
+        """Begin tuning with the next step, or keep the verdict of an earlier fit of the same parameters."""
+        if not self._tunes_anything or self._disabled:
+            return
+        assert self._tuning_options is not None
+        module = self.lightning_module
+        assert module is not None
+        self._facts = tuning_run.facts_of(module, self._default_plan, self.world_size, self._hooks_to_try)
+        if self._tuned_facts == self._facts and not recheck:
+            return
+        verify = self.verdict if recheck and self.plan != self._default_plan else None
+        self._tuned_facts = None
+        if not recheck:
+            self.verdict, self.plan = None, self._default_plan
+        reason = tuning_run.reason_not_to_tune(module, self._default_plan)
+        if reason is not None:
+            self._say_once(f"not tuned: {reason}")
+            return
+        group = self._ddp_kwargs.get("process_group") or dist.group.WORLD
+        assert group is not None
+        if self._hooks_to_try:
+            hooks = " and ".join(hook.name for hook in self._hooks_to_try)
+            self._say_once(f"comm_hook='auto': after the capacities, trials of {hooks} train lossily for some steps")
+        self._session = tuning_run.start_session(
+            module.trainer,
+            module,
+            self._facts,
+            default=self._default_plan,
+            tunes_capacity=self._tunes_capacity,
+            hooks=self._hooks_to_try,
+            options=self._tuning_options,
+            group=group,
+            device=self.root_device,
+            verify=verify,
+            uses_cache=not recheck,
+        )
+
+    def _tune(self) -> None:
+        """Between optimizer steps: take the plan for the next ones from the session, or its verdict."""
+        self._recheck_if_due()
+        session = self._session
+        if session is None or not session.is_due:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        verdict = session.advance(self.model)
+        if verdict is None:
+            assert session.plan is not None
+            self.plan = session.plan
+            return
+        self._session = None
+        self.plan, self.verdict, self._tuned_facts = verdict.plan, verdict, self._facts
+        self._layout = None  # to be told once more: of the plan that stays
+        assert self.lightning_module is not None
+        assert self._tuning_options is not None
+        trainer = self.lightning_module.trainer
+        self._verdict_step = trainer.global_step
+        tuning_run.announce(trainer, verdict)
+        cache = tuning_run.cache_of(self._tuning_options)
+        if cache is not None and verdict.trials and self.global_rank == 0:
+            cache.store(tuning_run.cache_key(trainer, self._facts, self.root_device), verdict)
+
+    def _recheck_if_due(self) -> None:
+        every = self._tuning_options.recheck_every_n_steps if self._tuning_options is not None else None
+        if every is None or self.verdict is None or self._session is not None or self.plan != self.verdict.plan:
+            return
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.global_step - self._verdict_step >= every:
+            self._start_tuning(recheck=True)
+
+    def _wrap_for_trial(self, session: TuningSession, plan: Plan) -> None:
+        """Where the wrap fails on one rank, all go back to torch's default capacity, and hear of it."""
+        started = time.perf_counter()
+        succeeded = True
+        try:
+            self._wrap(plan)
+        except Exception as error:
+            session.fail(error)
+            succeeded = False
+        if not session.all_ranks_succeeded(succeeded):
+            self.plan = self._default_plan
+            self._wrap(self._plan_if(self._next_backward_syncs()))
+        session.rewrapped(time.perf_counter() - started)
+
+    def _retune(self, changed: list[str]) -> None:
+        """Other gradients are exchanged from now on: begin anew, but not for ever."""
+        if not self._tunes_anything or self._disabled:
+            return
+        self._stop_tuning()
+        self.plan, self.verdict, self._tuned_facts = self._default_plan, None, None
+        self._retunings += 1
+        if self._retunings <= MOST_RETUNINGS:
+            self._start_tuning()
+        else:
+            self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
+
+    def _stop_tuning(self) -> None:
+        """Without a verdict: by torch's default capacity from the next step on."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+            self.plan = self._default_plan
+
     # ---------------------------------------------------------------------------------------- wrapping
 
     def _forget_previous_fit(self) -> None:
+        self._stop_tuning()
+        self._retunings = 0
         self._hook = None
         self._has_unsynced_gradients = False
         self._wrapped_plan = None
@@ -355,7 +523,7 @@ class DDPOptStrategy(DDPStrategy):
         if self._wrapped_plan is not None and plan.hook != self._wrapped_plan.hook:
             self._hook = self._build_hook()
             self._payload_bytes = None
-        syncs_buffers_next = None
+        syncs_buffers_next = None if self._wrapped_plan is None else True
         if isinstance(self.model, DistributedDataParallel):
             # No reference may stay: a wrapper that lives keeps its buckets, beside those of the new one.
             self.model, syncs_buffers_next = wrapping.unwrap(self.model)
@@ -374,8 +542,8 @@ class DDPOptStrategy(DDPStrategy):
         # Lightning never resets it: without this, ranks drift silently from the second wrap on (static graph, manual
         # optimisation; lightning 2.6.6).
         self._pl_static_graph_delay_done = False
-        if is_new:
-            say(log, f"plan: {self.plan}")
+        if is_new and (self._session is None or syncs_buffers_next is None):
+            say(log, f"plan: {self.plan}{', to be tuned' if self._session else ''}")
 
     def _agree_on(self, plan: Plan) -> None:
         """Make sure that all ranks are about to wrap by the same plan: else they would reduce unlike buckets."""
@@ -471,6 +639,7 @@ class DDPOptStrategy(DDPStrategy):
                 " changed requires_grad. Freeze and unfreeze on all ranks at the same step."
             )
         wrapping.check_module(self.lightning_module, self.plan, self._ddp_kwargs)
+        self._retune(changed)
         if self._has_unsynced_gradients:
             # The new wrapper will not reduce what earlier micro-batches of this window left in some `.grad`.
             if self._looks_for_unused:
@@ -528,7 +697,8 @@ class DDPOptStrategy(DDPStrategy):
         # The logging data lag behind by up to three iterations and stop after the first ten.
         if is_final or last_chance or self._backwards_since_wrap > 8:
             self._layout = layout
-            say(log, f"layout: {layout}{'' if is_final else ', not rebuilt in gradient-ready order yet'}")
+            if self._session is None:
+                say(log, f"layout: {layout}{'' if is_final else ', not rebuilt in gradient-ready order yet'}")
 
     def _say_once(self, message: str, level: int = logging.INFO) -> None:
         if message not in self._told:

@@ -76,6 +76,13 @@ class Mlp(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Wide(Mlp):
+    """Enough gradients to be tuned (290 KiB), in layers that give several layouts."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(width=256, **arguments)
+
+
 def data(batch_size: int = 8, batches: int = 16) -> DataLoader:
     """This rank's own batches, in the same order in every epoch."""
     generator = torch.Generator().manual_seed(3 + (dist.get_rank() if dist.is_initialized() else 0))
@@ -155,6 +162,7 @@ def train(
     result: dict[str, Any] = {"state": state_of(module), "losses": module.losses, "steps": fitter.global_step}
     if isinstance(strategy, DDPOptStrategy):
         result |= {"layout": strategy.layout, "bytes": strategy.bytes_sent_per_step, "plan": strategy.plan}
+        result["verdict"] = strategy.verdict
     return result
 
 

@@ -17,7 +17,7 @@ _PREFIXES = (
 _LEFT_OUT = {
     *("NCCL_DEBUG_FILE", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE"),  # names of this machine
     *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_VERSION"),  # change nothing
-    *("DDPOPT_JOB", "DDPOPT_SESSION"),  # of the launcher
+    *("DDPOPT_JOB", "DDPOPT_SESSION", "DDPOPT_CACHE_DIR"),  # of the launcher, and a folder of this machine
 }
 
 

@@ -155,18 +155,6 @@ def test_static_graph_trains_with_unused_parameters(two_ranks: Ranks, accumulate
         np.testing.assert_array_equal(static[0]["state"][name], array, err_msg=name)
 
 
-def say_auto(fits: int) -> list[str]:
-    messages = Messages()
-    train({}, steps=2, fits=fits)
-    messages.close()
-    return messages.texts
-
-
-def test_auto_says_once_that_it_is_torchs_default(two_ranks: Ranks) -> None:
-    said = two_ranks(say_auto, 2)[0]
-    assert len([text for text in said if "bucket_cap_mb='auto' is torch's default" in text]) == 1
-
-
 def say_disabled(monkey: bool) -> tuple[list[str], dict[str, Any]]:
     import os
 

@@ -1,0 +1,308 @@
+"""The tuner against the exhaustive grid of bucket capacities, and against Lightning's stock `ddp`, in one run.
+
+One process per GPU, or per host on CPUs, under torchrun:
+
+    torchrun --nproc-per-node 2 benchmarks/tuner.py --workload vit_l_32 --batch 32 --out record.jsonl
+
+1. tune: one fit with `DDPOptStrategy()`; its verdict.
+2. grid: every capacity that gives a layout of its own, torch's default, and the verdict's plan, in interleaved blocks
+   of one fit: in each repeat every plan is wrapped anew, three steps are left out and the next ones timed.
+3. claim: one fit each of stock `ddp` and of the verdict's plan, interleaved.
+
+A step is timed from before the forward to after the optimizer step, by CUDA events or a clock; its figure is that of
+the rank that waited least. Inputs lie on the device. Lines: the environment, the verdict, then one per block.
+"""
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import torch
+import torch.distributed as dist
+import torchvision
+from compare_stock import Steps
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+from lightning_ddpopt import DDPOptStrategy, Plan
+from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
+from lightning_ddpopt.tuning.proposals import grid
+from lightning_ddpopt.tuning.simulator import bucket_bytes, buckets_of, simulate
+from lightning_ddpopt.tuning.verdict import Verdict
+
+LEFT_OUT = 3
+
+
+class Trained(L.LightningModule):
+    """A network on inputs that lie on the device.
+
+    Args:
+        net: the network.
+        inputs: of one batch.
+        labels: classes, or None: the mean square of the output is the loss.
+
+    """
+
+    def __init__(self, net: nn.Module, inputs: Tensor, labels: Tensor | None) -> None:
+        super().__init__()
+        self.net, self.inputs, self.labels = net, inputs, labels
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(self.inputs)
+        return outputs.square().mean() if self.labels is None else nn.functional.cross_entropy(outputs, self.labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Clock(L.Callback):
+    """Marks each step; changes to the next plan of a schedule at the start of its block.
+
+    Args:
+        schedule: plans in the order in which they run; None: one plan throughout.
+        steps: steps of each block.
+
+    """
+
+    def __init__(self, schedule: list[Plan] | None = None, steps: int = 0) -> None:
+        self.schedule, self.steps = schedule, steps
+        self.marks: list[tuple[Any, Any]] = []
+        self._start: Any = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.schedule and batch_idx % self.steps == 0 and batch_idx // self.steps < len(self.schedule):
+            assert isinstance(trainer.strategy, DDPOptStrategy)
+            trainer.strategy.change_plan(self.schedule[batch_idx // self.steps])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.marks.append((self._start, mark(trainer.strategy.root_device)))
+
+    def begin(self, device: torch.device) -> None:
+        """The forward begins."""
+        self._start = mark(device)
+
+    def steps_ms(self) -> list[float]:
+        """The time of each step in ms."""
+        if isinstance(self.marks[0][0], float):
+            return [1000 * (end - start) for start, end in self.marks]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in self.marks]
+
+
+def mark(device: torch.device) -> Any:
+    """Now, on the device."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def workload(name: str, batch: int, device: torch.device) -> Trained:
+    """The named network with one batch of inputs."""
+    torch.manual_seed(0)
+    if name.startswith("mlp_"):  # mlp_DEPTHxWIDTH
+        depth, width = map(int, name.removeprefix("mlp_").split("x"))
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+        return Trained(nn.Sequential(*layers), torch.randn(batch, width, device=device), None)
+    if name == "vit_tiny":  # that of conf/model/vit_tiny.yaml
+        net: nn.Module = VisionTransformer(8, 2, 4, 4, 128, 256, num_classes=10)
+        images, classes = torch.randn(batch, 3, 8, 8, device=device), 10
+    else:
+        net = torchvision.models.get_model(name, weights=None)
+        images, classes = torch.randn(batch, 3, 224, 224, device=device), 1000
+    return Trained(net, images, torch.randint(0, classes, (batch,), device=device))
+
+
+def fit(strategy: Strategy, module: Trained, steps: int, clock: Clock) -> list[float]:
+    """Train; for each step its time on the rank that waited least, in ms."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    trainer = L.Trainer(
+        accelerator="gpu" if module.inputs.device.type == "cuda" else "cpu",
+        devices=local,
+        num_nodes=int(os.environ["WORLD_SIZE"]) // local,
+        strategy=strategy,
+        callbacks=[clock],
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    handle = module.net.register_forward_pre_hook(lambda *_: clock.begin(trainer.strategy.root_device))
+    trainer.fit(module, torch.utils.data.DataLoader(Steps(steps)))
+    handle.remove()
+    own = clock.steps_ms()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return [round(min(times), 3) for times in zip(*gathered, strict=True)]
+
+
+def run_grid(verdict: Verdict, module: Trained, repeats: int, steps: int) -> list[dict[str, Any]]:
+    """Every plan of the grid in each repeat; one line for each block."""
+    assert verdict.timeline is not None
+    default = verdict.default
+    by_layout: dict[Any, Plan] = {}
+    capacities: list[Any] = [verdict.plan.bucket_cap_mb, None, *grid(verdict.timeline)]
+    for capacity in capacities:
+        plan = Plan(default.static_graph, default.gradient_as_bucket_view, capacity, default.hook)
+        by_layout.setdefault(buckets_of(verdict.timeline.gradients, capacity), plan)
+    plans = list(by_layout.values())
+    schedule = [plan for repeat in range(repeats) for plan in (plans if repeat % 2 == 0 else plans[::-1])]
+    # The last plan of a repeat is the first of the next one: without a re-wrap it has nothing to leave out, but does.
+    block = LEFT_OUT + steps
+    strategy = DDPOptStrategy(plan=schedule[0], gradient_check_steps=0)
+    times = fit(strategy, module, block * len(schedule), Clock(schedule, block))
+    lines = []
+    for index, plan in enumerate(schedule):
+        buckets = buckets_of(verdict.timeline.gradients, plan.bucket_cap_mb)
+        predicted = None
+        if verdict.link is not None and verdict.interference is not None:
+            predicted = round(simulate(verdict.timeline, buckets, verdict.link, verdict.interference).step_ms, 3)
+        lines.append(
+            {
+                "part": "grid",
+                "repeat": index // len(plans),
+                "plan": plan.to_dict(),
+                "buckets": list(bucket_bytes(verdict.timeline.gradients, buckets)),
+                "predicted_ms": predicted,
+                "steps_ms": times[block * index + LEFT_OUT : block * (index + 1)],
+            }
+        )
+    return lines
+
+
+def run_claim(verdict: Verdict, module: Trained, repeats: int, steps: int) -> list[dict[str, Any]]:
+    """Stock `ddp` and the verdict's plan, one fit each in every repeat."""
+    lines = []
+    for repeat in range(repeats):
+        for variant in ("ddp", "tuned"):
+            strategy = DDPStrategy() if variant == "ddp" else DDPOptStrategy(plan=verdict.plan, gradient_check_steps=0)
+            times = fit(strategy, module, 12 + steps, Clock())[12:]
+            lines.append({"part": "claim", "variant": variant, "repeat": repeat, "steps_ms": times})
+    return lines
+
+
+def ranks_of(values: list[float]) -> list[float]:
+    """Rank of each value, 1 for the smallest; equal values share theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
+
+
+def summary(verdict: Verdict, lines: list[dict[str, Any]]) -> str:
+    """The grid with predictions, what the tuner recovered of its gap, and the claim."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["part"] == "grid":
+            rows.setdefault(json.dumps(line["plan"]), []).append(line)
+    medians = {key: statistics.median(s for line in part for s in line["steps_ms"]) for key, part in rows.items()}
+    predicted = {key: part[0]["predicted_ms"] for key, part in rows.items()}
+    default = json.dumps(verdict.default.to_dict())
+    tuned = json.dumps(verdict.plan.to_dict())
+    text = [f"{'capacity':>22}{'buckets':>9}{'median ms':>11}{'predicted':>11}"]
+    for key, part in rows.items():
+        cap = part[0]["plan"]["bucket_cap_mb"]
+        name = f"list of {len(cap)}" if isinstance(cap, list) else "torch's default" if cap is None else f"{cap:g}"
+        marks = " default" * (key == default) + " tuned" * (key == tuned)
+        text.append(f"{name:>22}{len(part[0]['buckets']):>9}{medians[key]:11.2f}{predicted[key] or 0:11.2f}{marks}")
+    best = min(medians.values())
+    gap = medians[default] - best
+    text.append(f"gap of the default to the best: {gap:.2f} ms, {100 * gap / best:.1f} % of the best")
+    if tuned in medians and gap > 0:
+        text.append(f"recovered: {100 * (medians[default] - medians[tuned]) / gap:.0f} %")
+    if all(predicted.values()) and len(medians) > 2:
+        correlation = statistics.correlation(ranks_of(list(predicted.values())), ranks_of(list(medians.values())))
+        text.append(f"rank correlation of predicted and measured: {correlation:.2f}")
+        winner = min(medians, key=lambda key: medians[key])
+        gains = predicted[default] - predicted[winner], medians[default] - medians[winner]
+        text.append(f"gain of the grid's best: predicted {gains[0]:.2f} ms, measured {gains[1]:.2f} ms")
+    claims: dict[str, list[float]] = {}
+    for line in lines:
+        if line["part"] == "claim":
+            claims.setdefault(line["variant"], []).append(statistics.median(line["steps_ms"]))
+    if claims:
+        paired = [tuned_ms - ddp_ms for ddp_ms, tuned_ms in zip(claims["ddp"], claims["tuned"], strict=True)]
+        for name, values in (*claims.items(), ("tuned - ddp, paired", paired)):
+            middle = statistics.median(values)
+            text.append(f"{name:>22}: {middle:.2f} ms ({min(values):.2f} to {max(values):.2f})")
+    text.append(
+        f"tuning: {verdict.steps} steps, {verdict.seconds:.2f} s, cost {verdict.cost_s:.2f} s; {verdict.reason}"
+    )
+    return "\n".join(text)
+
+
+def environment(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What is needed to repeat the run."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "arguments": {key: str(value) for key, value in (vars(arguments) | {"out": arguments.out.name}).items()},
+        "commit": arguments.commit,
+        "device": device_name(device),
+        "hardware": hardware(),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "backend": dist.get_backend(),
+        "note": arguments.note,
+        "versions": versions(),
+        "variables": exchange_variables(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="vit_l_32", help="mlp_DEPTHxWIDTH, vit_tiny, or a torchvision model")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--grid-steps", type=int, default=6, help="timed steps of each block of the grid; 0: no grid")
+    parser.add_argument("--claim-steps", type=int, default=30, help="timed steps of each fit of the claim; 0: no claim")
+    parser.add_argument("--tunings", type=int, default=1, help="how often to tune; the last verdict is compared")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
+    parser.add_argument("--note", default="", help="what else a reader must know, such as the wire between hosts")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    module = workload(arguments.workload, arguments.batch, device)
+
+    lines: list[dict[str, Any]] = []
+    verdict: Verdict | None = None
+    for _ in range(arguments.tunings):
+        strategy = DDPOptStrategy(tuning={"cache": False})
+        times = fit(strategy, module, 72, Clock())
+        verdict = strategy.verdict
+        assert verdict is not None, "tuning did not end in 72 steps"
+        lines.append({"part": "tune", "verdict": verdict.to_dict(), "steps_ms": times})
+    assert verdict is not None
+    if arguments.grid_steps:
+        lines += run_grid(verdict, module, arguments.repeats, arguments.grid_steps)
+    if arguments.claim_steps:
+        lines += run_claim(verdict, module, arguments.repeats, arguments.claim_steps)
+    if dist.get_rank() == 0:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        everything = [{"environment": environment(arguments, device)}, *lines]
+        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in everything), encoding="utf-8")
+        print(f"== {arguments.workload} batch {arguments.batch} {arguments.note}")
+        print(summary(verdict, lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

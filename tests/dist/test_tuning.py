@@ -1,0 +1,479 @@
+"""Tuning while training: the same parameters as stock DDP, on all ranks one verdict, whatever happens on the way."""
+
+import gc
+import json
+import random
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from ranks import Ranks
+from scenarios import Messages, Wide, assert_ranks_equal, data, state_of, train, trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
+from lightning_ddpopt.tuning import session as session_module
+from lightning_ddpopt.tuning.tuner import Tuner
+from lightning_ddpopt.tuning.verdict import Verdict
+
+NO_CACHE = {"tuning": {"cache": False}}
+
+
+def tune(arguments: dict[str, Any], steps: int = 80, **settings: Any) -> dict[str, Any]:
+    """Train a model that can be tuned; also what was said."""
+    messages = Messages()
+    result = train(arguments, steps=steps, make_module=Wide, **settings)
+    messages.close()
+    return result | {"said": messages.texts}
+
+
+@pytest.fixture(scope="module")
+def stock(two_ranks: Ranks) -> dict[int, dict[str, Any]]:
+    return {steps: two_ranks(train, None, steps=steps, make_module=Wide)[0] for steps in (10, 30, 80)}
+
+
+def assert_same_parameters(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    assert_ranks_equal(results)
+    for name, array in expected["state"].items():
+        np.testing.assert_array_equal(results[0]["state"][name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("steps", [10, 30, 80])
+@pytest.mark.parametrize("tuning", [True, False, "observe"], ids=str)
+def test_the_parameters_are_those_of_stock_ddp(
+    two_ranks: Ranks, stock: dict[int, dict[str, Any]], tuning: Any, steps: int
+) -> None:
+    """With 10 and 30 steps the fit ends in the middle of the tuning."""
+    tuning = {"cache": False} if tuning is True else tuning
+    results = two_ranks(tune, {"tuning": tuning}, steps=steps)
+    assert_same_parameters(results, stock[steps])
+    is_done = tuning is not False and steps >= (80 if isinstance(tuning, dict) else 10)
+    for result in results:
+        assert (result["verdict"] is not None) == is_done
+        assert is_done or result["plan"] == Plan()
+    if isinstance(tuning, dict) and not is_done:
+        assert any("training ended before tuning did" in text for text in results[0]["said"])
+
+
+MODES: list[dict[str, Any]] = [
+    {"accumulate": 2},
+    {"accumulate": 3},
+    {"manual": "no_sync", "accumulate": 1},
+    {"manual": "no_sync", "accumulate": 2},
+    {"manual": "sync", "accumulate": 1},
+    {"limit_train_batches": 3},
+    {"fits": 2, "steps": 40},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_in_every_mode(two_ranks: Ranks, static: bool, mode: dict[str, Any]) -> None:
+    settings = {"steps": 80} | mode
+    results = two_ranks(tune, {"static_graph": static} | NO_CACHE, **settings)
+    expected = two_ranks(train, None, make_module=Wide, **settings)
+    assert_same_parameters(results, expected[0])
+    first, second = (result["verdict"] for result in results)
+    if "fits" not in mode:  # 40 steps are not enough, and the second fit begins anew
+        assert first is not None
+        assert first == second
+        assert first.trials
+
+
+def test_several_backward_passes_in_a_step_are_not_tuned(two_ranks: Ranks) -> None:
+    mode: dict[str, Any] = {"manual": "sync", "accumulate": 2}
+    results = two_ranks(tune, NO_CACHE, **mode)
+    assert_same_parameters(results, two_ranks(train, None, make_module=Wide, steps=80, **mode)[0])
+    for result in results:
+        assert result["plan"] == Plan()
+        assert "several backward passes that synchronise" in result["verdict"].reason
+
+
+def test_the_verdict(two_ranks: Ranks) -> None:
+    first, second = two_ranks(tune, NO_CACHE)
+    verdict = first["verdict"]
+    assert verdict == second["verdict"]
+    assert verdict.plan == first["plan"] == second["plan"]
+    assert verdict.trials[0].plan == verdict.default == Plan()
+    assert {trial.plan for trial in verdict.trials} >= {Plan(), Plan.stock()}
+    assert len(verdict.trials) >= 3
+    assert 40 <= verdict.steps <= 64
+    assert all(len(trial.steps_ms) >= 4 and min(trial.steps_ms) > 0 for trial in verdict.trials)
+    kept = verdict.trial_of(verdict.plan)
+    assert first["layout"].bucket_bytes == kept.bucket_bytes
+    assert first["layout"].rebuilt
+    timeline = verdict.timeline
+    assert [g.name for g in timeline.gradients][:2] in (["net.5.bias", "net.5.weight"], ["net.5.weight", "net.5.bias"])
+    assert timeline.total_bytes == 286_736
+    assert timeline.gradients[-1].name.startswith("net.0")
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+    assert any(text.startswith(f"ddpopt: {verdict}") for text in first["said"])
+    assert not any("tuning" in text for text in second["said"])
+
+
+class Fails(L.Callback):
+    """Something of the tuning fails on one rank."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def setup(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.patch = pytest.MonkeyPatch()
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError("out of paper")
+
+        if dist.get_rank() != 1:
+            if self.what == "tuner":
+                self.patch.setattr(Tuner, "_candidates", fail)
+            return
+        if self.what == "recorder":
+            self.patch.setattr(session_module, "BackwardRecorder", fail)
+        if self.what == "measuring":
+            self.patch.setattr(session_module, "headroom_bytes", fail)
+        if self.what == "wrap":
+            whole = DDPOptStrategy._register_ddp_hooks
+
+            def register(strategy: DDPOptStrategy) -> None:
+                if strategy.plan.bucket_cap_mb is not None:
+                    fail()
+                whole(strategy)
+
+            self.patch.setattr(DDPOptStrategy, "_register_ddp_hooks", register)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.patch.undo()
+
+
+def tune_and_fail(what: str) -> dict[str, Any]:
+    return tune(NO_CACHE, callbacks=[Fails(what)])
+
+
+@pytest.mark.parametrize("what", ["recorder", "measuring", "wrap", "tuner"])
+def test_a_failure_anywhere_ends_tuning_everywhere(
+    two_ranks: Ranks, stock: dict[int, dict[str, Any]], what: str
+) -> None:
+    results = two_ranks(tune_and_fail, what)
+    assert_same_parameters(results, stock[80])
+    for result in results:
+        assert result["plan"] == Plan()
+        assert "tuning was given up" in result["verdict"].reason
+        assert "OSError: out of paper" in result["verdict"].reason
+    assert results[0]["verdict"] == results[1]["verdict"]
+
+
+class Sleeps(L.Callback):
+    """The loader of rank 1 is slow, now and then."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(random.Random().choice([0, 0.03, 0.06]))
+
+
+def tune_with_a_slow_rank() -> dict[str, Any]:
+    return tune(NO_CACHE, callbacks=[Sleeps()])
+
+
+def test_a_slow_loader_on_one_rank_is_not_seen(two_ranks: Ranks, stock: dict[int, dict[str, Any]]) -> None:
+    """Without the minimum over ranks, the other rank's steps would take these 30 ms in the mean."""
+    results = two_ranks(tune_with_a_slow_rank)
+    assert_same_parameters(results, stock[80])
+    verdict = results[0]["verdict"]
+    assert verdict == results[1]["verdict"]
+    assert verdict.trials
+    assert all(trial.median_ms < 20 for trial in verdict.trials)
+
+
+def tune_with_uneven_loaders() -> dict[str, Any]:
+    fitter, module = trainer(DDPOptStrategy(**NO_CACHE), max_steps=70), Wide()
+    fitter.fit(module, data(batches=5 + 2 * dist.get_rank()))
+    return {"state": state_of(module), "verdict": fitter.strategy.verdict}
+
+
+def test_loaders_of_unlike_length(two_ranks: Ranks) -> None:
+    results = two_ranks(tune_with_uneven_loaders)
+    assert_ranks_equal(results)
+    assert results[0]["verdict"] == results[1]["verdict"] is not None
+
+
+def leaves_nothing_behind() -> dict[str, Any]:
+    wrappers: list[weakref.ref[DistributedDataParallel]] = []
+    seen: dict[str, Any] = {}
+    made, closed = [], []
+    patch = pytest.MonkeyPatch()
+
+    class Watched(session_module.BackwardRecorder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if not wrappers or wrappers[-1]() is not trainer.strategy.model:
+                wrappers.append(weakref.ref(trainer.strategy.model))
+            seen["alive"] = sum(wrapper() is not None for wrapper in wrappers)
+            seen["session"] = trainer.strategy._session
+
+    patch.setattr(session_module, "BackwardRecorder", Watched)
+    gc.disable()
+    try:
+        tune(NO_CACHE, callbacks=[Watch()])
+    finally:
+        gc.enable()
+        patch.undo()
+    return seen | {"wrappers": len(wrappers), "recorders": len(made), "closed": len(set(closed))}
+
+
+def test_nothing_is_left_behind(two_ranks: Ranks) -> None:
+    for result in two_ranks(leaves_nothing_behind):
+        assert result["wrappers"] >= 5
+        assert result["alive"] == 1
+        assert result["session"] is None
+        assert result["recorders"] == result["closed"] >= 1
+
+
+def tune_deterministically() -> dict[str, Any]:
+    try:
+        return tune({}, steps=10, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Compiled(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3].compile(backend="eager")
+
+
+def tune_compiled() -> dict[str, Any]:
+    messages = Messages()
+    result = train({}, steps=10, make_module=Compiled)
+    messages.close()
+    return result | {"said": messages.texts}
+
+
+def tune_with_a_callable() -> dict[str, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    return tune({"comm_hook": allreduce_hook}, steps=10)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (tune_deterministically, "deterministic=...) asks for runs that repeat"),
+        (tune_compiled, "the module is compiled"),
+        (tune_with_a_callable, "a callable hook may keep state for each bucket"),
+    ],
+)
+def test_where_trials_would_be_wrong_there_are_none(
+    two_ranks: Ranks, stock: dict[int, dict[str, Any]], function: Any, reason: str
+) -> None:
+    results = two_ranks(function)
+    assert_same_parameters(results, stock[10])
+    assert results[0]["verdict"] is None
+    assert len([text for text in results[0]["said"] if "not tuned" in text and reason in text]) == 1
+
+
+def tune_then_change(at: int) -> dict[str, Any]:
+    return tune(NO_CACHE, plans={at: Plan(bucket_cap_mb=0.1)})
+
+
+def test_change_plan_ends_tuning(two_ranks: Ranks, stock: dict[int, dict[str, Any]]) -> None:
+    results = two_ranks(tune_then_change, 25)
+    assert_same_parameters(results, stock[80])
+    for result in results:
+        assert result["plan"] == Plan(bucket_cap_mb=0.1)
+        assert result["verdict"] is None
+
+
+class UnfreezeAt(L.Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            module.net[0].requires_grad_(True)
+
+
+class Frozen(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+def unfreeze(arguments: dict[str, Any], at: int) -> dict[str, Any]:
+    return train(arguments, steps=160, make_module=Frozen, callbacks=[UnfreezeAt(at)])
+
+
+@pytest.mark.parametrize("at", [20, 75])
+def test_unfrozen_layers_are_tuned_anew(two_ranks: Ranks, at: int) -> None:
+    results = two_ranks(unfreeze, NO_CACHE, at)
+    assert_ranks_equal(results)
+    untuned = two_ranks(unfreeze, {"tuning": False}, at)
+    assert_same_parameters(results, untuned[0])
+    assert results[0]["verdict"].timeline.total_bytes == 286_736, "the verdict is of all layers"
+
+
+def test_a_cached_verdict_is_verified(two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    arguments = {"tuning": {"cache": str(tmp_path)}}
+    first = two_ranks(tune, arguments)[0]["verdict"]
+    (file,) = tmp_path.glob("verdict_*.json")
+    results = two_ranks(tune, arguments)
+    assert_same_parameters(results, stock[80])
+    again = results[0]["verdict"]
+    assert again == results[1]["verdict"]
+    if again.plan == first.plan:  # on a busy machine the verification may end otherwise
+        assert again.steps <= 16
+        assert "an earlier verdict" in again.reason
+    other = two_ranks(tune, arguments | {"static_graph": True})  # another case, another file
+    assert "an earlier verdict" not in other[0]["verdict"].reason
+    assert len(list(tmp_path.glob("verdict_*.json"))) == 2
+    file.write_text("{")
+    results = two_ranks(tune, arguments)
+    assert_same_parameters(results, stock[80])
+    assert any("is ignored" in text for text in results[0]["said"])
+    assert "an earlier verdict" not in results[0]["verdict"].reason
+
+
+def test_a_cached_plan_other_than_the_default_is_verified_on_real_steps(
+    two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    arguments = {"tuning": {"cache": str(tmp_path)}}
+    two_ranks(tune, arguments)
+    (file,) = tmp_path.glob("verdict_*.json")
+    stored = json.loads(file.read_text())
+    slower = next(trial for trial in stored["verdict"]["trials"] if trial["plan"]["bucket_cap_mb"] is not None)
+    stored["verdict"]["plan"] = slower["plan"]
+    file.write_text(json.dumps(stored))
+    results = two_ranks(tune, arguments, steps=30)
+    assert_same_parameters(results, stock[30])
+    verdict = results[0]["verdict"]
+    if verdict is not None:  # it was verified; else it was slower than the default, and tuning went on
+        assert verdict.plan == Plan.from_dict(slower["plan"])
+        assert verdict.steps <= 16
+        assert len(verdict.trials) == 2
+
+
+def tune_with_checkpoints(folder: str, every: int, steps: int) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=every)
+    return tune(NO_CACHE, steps=steps, callbacks=[saver], enable_checkpointing=True)
+
+
+def resume(checkpoint: str, steps: int) -> dict[str, Any]:
+    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
+    fitter = trainer(strategy, max_steps=steps)
+    fitter.fit(module, data(), ckpt_path=checkpoint)
+    return {"state": state_of(module), "verdict": strategy.verdict, "plan": strategy.plan}
+
+
+def test_resuming_in_and_after_tuning(two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    whole = two_ranks(tune_with_checkpoints, str(tmp_path), 16, 80)
+    assert_same_parameters(whole, stock[80])
+    in_tuning = two_ranks(resume, str(tmp_path / "step=32.ckpt"), 80)
+    assert_same_parameters(in_tuning, stock[80])
+    assert in_tuning[0]["verdict"] is None, "it began anew, and 48 steps were not enough"
+    after = two_ranks(resume, str(tmp_path / "step=64.ckpt"), 80)
+    assert_same_parameters(after, stock[80])
+    torch.load(tmp_path / "step=64.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "step=64.ckpt", weights_only=True)["ddpopt"]
+    if "verdict" in saved:  # 64 steps are the most that tuning takes
+        assert after[0]["verdict"] == whole[0]["verdict"]
+        assert after[0]["plan"] == whole[0]["plan"]
+
+
+def tune_twice() -> list[Any]:
+    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
+    fitter, verdicts = trainer(strategy), []
+    for steps in (70, 90):
+        fitter.fit_loop.epoch_loop.max_steps = steps
+        fitter.fit(module, data())
+        verdicts.append((strategy.verdict, strategy.plan))
+    return verdicts
+
+
+def test_a_second_fit_keeps_the_verdict(two_ranks: Ranks) -> None:
+    for first, second in two_ranks(tune_twice):
+        assert first[0] is not None
+        assert first == second
+
+
+@pytest.mark.parametrize("allow", ["quantized", "low_rank"])
+def test_hooks_are_tried_where_they_are_allowed(two_ranks: Ranks, allow: str) -> None:
+    arguments = {"comm_hook": "auto", "allow": allow} | NO_CACHE
+    results = two_ranks(tune, arguments, steps=110)
+    assert_ranks_equal(results)
+    verdict = results[0]["verdict"]
+    assert verdict == results[1]["verdict"]
+    hooks = {trial.plan.hook.name for trial in verdict.trials}
+    assert hooks == {"none", "bf16"} | ({"powersgd"} if allow == "low_rank" else set())
+    assert verdict.steps <= 96
+    assert any("train lossily" in text for text in results[0]["said"])
+
+
+def test_only_hooks_are_tried_where_the_capacity_is_given(two_ranks: Ranks) -> None:
+    results = two_ranks(tune, {"comm_hook": "auto", "bucket_cap_mb": 0.1} | NO_CACHE, steps=110)
+    trials = results[0]["verdict"].trials
+    assert {trial.plan for trial in trials} == {Plan(bucket_cap_mb=0.1), Plan(bucket_cap_mb=0.1, hook=HookSpec("bf16"))}
+
+
+def test_a_named_hook_is_kept_and_its_capacity_tuned(two_ranks: Ranks) -> None:
+    results = two_ranks(tune, {"comm_hook": "bf16"} | NO_CACHE)
+    assert_ranks_equal(results)
+    assert {trial.plan.hook.name for trial in results[0]["verdict"].trials} == {"bf16"}
+
+
+def test_candidates_of_the_user(two_ranks: Ranks) -> None:
+    results = two_ranks(tune, {"tuning": {"candidates": [0.0001, 0.07], "cache": False}})
+    tried = {trial.plan.bucket_cap_mb for trial in results[0]["verdict"].trials}
+    assert tried == {None, 0.0001, 0.07}
+
+
+def test_a_later_check(two_ranks: Ranks) -> None:
+    arguments = {"tuning": {"cache": False, "recheck_every_n_steps": 100}}
+    results = two_ranks(tune, arguments, steps=240)
+    assert_same_parameters(results, two_ranks(train, None, steps=240, make_module=Wide)[0])
+    assert results[0]["verdict"] == results[1]["verdict"]
+    assert len([text for text in results[0]["said"] if "tuning took" in text]) == 2
+
+
+def tune_with_a_logger(folder: str) -> dict[str, Any]:
+    strategy = DDPOptStrategy(**NO_CACHE)
+    fitter = trainer(strategy, max_steps=80, logger=CSVLogger(folder, name="run", version=0))
+    fitter.fit(Wide(), data())
+    return {"plan": strategy.plan, "verdict": strategy.verdict}
+
+
+def test_files_and_metrics(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = two_ranks(tune_with_a_logger, str(tmp_path))
+    folder = tmp_path / "run" / "0" if (tmp_path / "run" / "0").exists() else tmp_path / "run" / "version_0"
+    assert Plan.load(folder / "ddpopt_plan.json") == first["plan"]
+    assert Verdict.load(folder / "ddpopt_verdict.json") == first["verdict"]
+    assert "ddpopt/gain_ms" in (folder / "metrics.csv").read_text()
+    replayed = two_ranks(train, {"plan": str(folder / "ddpopt_plan.json")}, steps=10, make_module=Wide)
+    assert replayed[0]["plan"] == first["plan"]
+    assert replayed[0]["verdict"] is None
+
+
+def test_too_few_gradients_are_left_alone(two_ranks: Ranks) -> None:
+    result = two_ranks(train, NO_CACHE, steps=10)[0]
+    assert result["verdict"].steps == 0
+    assert "too few to tune" in result["verdict"].reason
+
+
+def test_three_ranks_agree(three_ranks: Ranks) -> None:
+    results = three_ranks(tune, NO_CACHE)
+    assert_ranks_equal(results)
+    assert results[0]["verdict"] == results[1]["verdict"] == results[2]["verdict"] is not None
