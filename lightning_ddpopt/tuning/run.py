@@ -166,7 +166,7 @@ def announce(trainer: Trainer, verdict: Verdict) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
     folder = _run_folder(trainer)
-    if folder is None or not verdict.steps:
+    if folder is None or not verdict.trials:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _run_folder(trainer: Trainer) -> Path | None:
     """Where this run keeps its files; None where it keeps none."""
     for logger in trainer.loggers:
         folder = getattr(logger, "log_dir", None) or logger.save_dir
-        if folder:
+        if isinstance(folder, str | Path):  # that of fast_dev_run's logger is a function
             return Path(folder)
     checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
     if checkpoints:
