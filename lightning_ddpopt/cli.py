@@ -66,6 +66,29 @@ def report(
 
 
 @app.command()
+def verdict(
+    path: Annotated[Path, typer.Argument(help="ddpopt_verdict.json, which a tuned run leaves among its files.")],
+    png: Annotated[Path | None, typer.Option(help="Also draw a step by default and as tuned.")] = None,
+) -> None:
+    """Show what the tuner tried, and what it kept and why."""
+    from rich.console import Console
+
+    from lightning_ddpopt.report.verdict_page import draw, trials_table
+    from lightning_ddpopt.tuning.verdict import Verdict
+
+    if png is not None and not png.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{png}: its folder does not exist.")
+    try:
+        found = Verdict.load(path)
+        if png is not None:
+            draw(found, png)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(trials_table(found))
+
+
+@app.command()
 def analyze(
     reports: Annotated[
         list[Path],

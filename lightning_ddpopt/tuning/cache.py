@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ddpopt.messages import say
+from lightning_ddpopt.messages import say_here
 from lightning_ddpopt.tuning.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class VerdictCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            say(log, f"the cached verdict {path} is ignored: {error!r}", logging.WARNING)
+            say_here(log, f"the cached verdict {path} is ignored: {error!r}", logging.WARNING)
             return None
 
     def store(self, key: Mapping[str, Any], verdict: Verdict) -> None:
@@ -60,7 +60,7 @@ class VerdictCache:
                 file.write(text)
             os.replace(file.name, self.path(key))  # whole or not at all, whoever else reads or writes
         except OSError as error:
-            say(log, f"the verdict is not cached: {error}", logging.WARNING)
+            say_here(log, f"the verdict is not cached: {error}", logging.WARNING)
 
 
 def _canonical(value: Any) -> str:

@@ -269,7 +269,7 @@ class Tuner:
         if stock is not None and stock != default and self._headroom_bytes > 2.2 * self.case.total_bytes:
             plans.append(stock)
         given = self.case.options.candidates
-        most = len(given) if given else 4 - len(plans)
+        most = len(given) if given else 3
         proposals = propose(
             self.timeline, self.link, self.interference, self._payload_factor, most=most, capacities=given
         )
@@ -306,7 +306,9 @@ class Tuner:
         """
         reference, rounds = plans[0], 0
         alive = list(plans)
-        while len(alive) > 1 and self._has_room_for(alive, until, rounds):
+        while len(alive) > 2 and not self._has_room_for(alive, until):
+            alive.pop()  # what promises least
+        while len(alive) > 1 and self._has_room_for(alive, until):
             for plan in alive if rounds % 2 == 0 else alive[::-1]:
                 block = yield from self._block(plan, MEASURED_STEPS)
                 self._samples.setdefault(plan, []).extend(block.steps_ms)
@@ -314,13 +316,13 @@ class Tuner:
             alive = [plan for plan in alive if plan == reference or not self._is_out(plan, alive)]
             if rounds >= 2 and len(alive) == 2 and self._beats(alive[1], reference, sigmas=2 * SIGMAS):
                 break
-            if len(alive) > 2 and not self._has_room_for(alive, until, rounds):
+            if len(alive) > 2 and not self._has_room_for(alive, until):
                 alive = [reference, min(alive[1:], key=lambda plan: statistics.median(self._samples[plan]))]
         tried = [plan for plan in plans if plan in self._samples]
         best = min(tried, key=lambda plan: statistics.median(self._samples[plan]), default=reference)
         return best if best != reference and self._beats(best, reference) else reference
 
-    def _has_room_for(self, alive: Sequence[Plan], until: int, rounds: int) -> bool:
+    def _has_room_for(self, alive: Sequence[Plan], until: int) -> bool:
         steps = sum(self._discard(plan) + MEASURED_STEPS for plan in alive)
         if self._wrapped in alive:
             steps -= self._discard(alive[0])
