@@ -23,6 +23,8 @@ ALONE = ["single", "ddp_1gpu"]
 TOGETHER = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default", "ddpopt"]
 SWEEPS = ["bucket_sweep", "accumulate"]
 PORTS_A_SWEEP = 64
+VERDICT_FILE = "ddpopt_verdict.json"
+DDPOPT = [sys.executable, "-m", "lightning_ddpopt.cli"]
 
 
 def sweeps(arguments: argparse.Namespace, num_gpus: int) -> Iterator[list[str]]:
@@ -125,10 +127,13 @@ def main() -> int:
             command = [*settings, *machine, *overrides, *meeting, *arguments.overrides]
             failed += subprocess.run([sys.executable, str(TRAIN), "-m", *command], check=False).returncode != 0
     if any(out.rglob("record.jsonl")):  # of several machines, the one with rank 0 has them
-        report = [sys.executable, "-m", "lightning_ddpopt.cli", "report", str(out)]
+        report = [*DDPOPT, "report", str(out)]
         files = [f"--markdown={out / 'report.md'}", f"--png={out / 'report.png'}"]
         failed += subprocess.run([*report, *files], check=False).returncode != 0
-        print(f"records, logs and report: {out}")
+        for file in sorted(out.rglob(VERDICT_FILE))[:1]:
+            show = [*DDPOPT, "verdict", str(file), f"--png={out / 'verdict.png'}"]
+            failed += subprocess.run(show, check=False).returncode != 0
+        print(f"records, logs, report and the tuner's verdicts: {out}")
     if failed:
         print(f"{failed} sweeps had failed jobs; their output says which, and why", file=sys.stderr)
     return int(failed > 0)

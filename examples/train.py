@@ -52,11 +52,15 @@ class ReadsWrapper(L.Callback):
 
     wrapper: DistributedDataParallel | None = None
     layout: Layout | None = None
+    tuning_steps = 0
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self.wrapper = trainer.strategy.model
             self.layout = layout_of(self.wrapper)
+        if isinstance(trainer.strategy, DDPOptStrategy):
+            verdict = trainer.strategy.verdict
+            self.tuning_steps = trainer.global_step if trainer.strategy.is_tuning else verdict.steps if verdict else 0
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -131,6 +135,11 @@ def main(config: DictConfig) -> float:
     loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(device))
     peak_mib = peak_memory_mib(device)
     asked = plan_asked(config, strategy)
+    if isinstance(strategy, DDPOptStrategy) and strategy.verdict is not None:
+        asked = strategy.verdict.plan
+    if wrapped.tuning_steps >= config.measure.warmup_steps:
+        raise ValueError(f"tuning took {wrapped.tuning_steps} steps or more, and measured steps lie in it: raise"
+                         f" measure.warmup_steps={config.measure.warmup_steps}.")  # fmt: skip
     plan = strategy.plan if isinstance(strategy, DDPOptStrategy) else asked
     if trainer.world_size == 1 and wrapped.wrapper is None:
         plan = None

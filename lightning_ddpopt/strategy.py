@@ -176,6 +176,11 @@ class DDPOptStrategy(DDPStrategy):
             payload = self._layout.total_bytes
         return None if payload is None else wrapping.all_reduce_bytes_sent(payload, self._reduction_size)
 
+    @property
+    def is_tuning(self) -> bool:
+        """Whether the current training steps are trials of the tuner."""
+        return self._session is not None
+
     def change_plan(self, plan: Plan) -> None:
         """Exchange gradients by ``plan`` from the next optimizer step on: re-wrap before the forward that leads to it.
 

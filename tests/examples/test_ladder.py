@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ddpopt.records import Record, read_records
+from lightning_ddpopt.tuning.verdict import Verdict
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORTEST = ["measure.warmup_steps=3", "measure.steps=2", "measure.cooldown_steps=0", "trainer.limit_val_batches=1"]
@@ -28,12 +29,13 @@ def run(*command: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.timeout(600)
 def test_every_rung(tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "ladder.py"), "--short", "--out", str(tmp_path / "a b"), *SHORTEST, cwd=tmp_path)
+    rungs = "--rungs=single,ddp_1gpu,ddp,static_graph,bucket_view,bf16,powersgd,ddp_default,bucket_sweep,accumulate"
+    done = run(str(EXAMPLES / "ladder.py"), "--short", rungs, "--out", str(tmp_path / "a b"), *SHORTEST, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_records([tmp_path / "a b"])
     records = {record.label: record for record in found}
     assert len(records) == len(found)
-    together = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default", "ddpopt"]
+    together = ["ddp", "static_graph", "bucket_view", "bf16", "powersgd", "ddp_default"]
     sweep = [f"{hook} cap {capacity}" for hook in ("none", "bf16") for capacity in (0.25, 2000)]
     assert list(records) == ["single", "ddp_1gpu", *together, *sweep, "accumulate 1", "accumulate 4"]
 
@@ -50,7 +52,7 @@ def test_every_rung(tmp_path: Path) -> None:
     stock = records["ddp"]
     assert stock.plan is not None
     assert not stock.plan.gradient_as_bucket_view
-    exact = ["static_graph", "bucket_view", "ddp_default", "ddpopt", *(label for label in sweep if "none" in label)]
+    exact = ["static_graph", "bucket_view", "ddp_default", *(label for label in sweep if "none" in label)]
     assert {records[label].parameters for label in exact} == {stock.parameters}
     assert len({records[label].parameters for label in ("ddp", "bf16", "powersgd")}) == 3
     # Other micro-batches hold other images, and their mean is that of the whole only up to rounding.
@@ -66,6 +68,28 @@ def test_every_rung(tmp_path: Path) -> None:
     assert (tmp_path / "a b" / "report.md").read_text().count("\n| ") == 2 * (2 + len(records))
     assert (tmp_path / "a b" / "report.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("outputs")), "everything is in the folder that was asked for"
+
+
+def test_the_rung_that_tunes(tmp_path: Path) -> None:
+    short = ["measure.steps=2", "measure.cooldown_steps=0", "trainer.limit_val_batches=1"]
+    done = run(str(EXAMPLES / "ladder.py"), "--short", "--rungs=ddpopt", "--out=tuned", *short, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tuning took" in done.stdout.replace("\n", " ")
+    assert (tmp_path / "tuned" / "verdict.png").stat().st_size > 10_000
+    (verdict,) = (Verdict.load(path) for path in (tmp_path / "tuned").rglob("ddpopt_verdict.json"))
+    (record,) = read_records([tmp_path / "tuned"])
+    kept = verdict.trial_of(verdict.plan)
+    assert kept is not None
+    assert record.plan == verdict.plan
+    assert tuple(record.bucket_bytes or []) == kept.bucket_bytes
+
+
+def test_steps_of_tuning_are_not_measured(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "train.py"), "-m", "experiment=ddpopt", "trainer=cpu", *SHORTEST]
+    done = run(*command, "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "measured steps lie in it: raise measure.warmup_steps=3" in done.stdout + done.stderr
+    assert not list(tmp_path.rglob("record.jsonl"))
 
 
 def test_a_rung_that_did_something_else_fails_loudly(tmp_path: Path) -> None:
