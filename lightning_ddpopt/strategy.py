@@ -28,8 +28,8 @@ from lightning_ddpopt.hooks.hook import CommHook, HookContext, run_hook
 from lightning_ddpopt.hooks.registry import build_hook
 from lightning_ddpopt.messages import say, say_here, some
 from lightning_ddpopt.plan import CUSTOM_HOOK, Plan
-from lightning_ddpopt.tuning import run as tuning_run
 from lightning_ddpopt.tuning.options import TuningOptions
+from lightning_ddpopt.tuning.run import HOOKS_ALLOWED, AutoTuning
 from lightning_ddpopt.tuning.session import TuningSession
 from lightning_ddpopt.tuning.verdict import Verdict
 from lightning_ddpopt.wrapping import Layout, TrainableSet
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "ddpopt"
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
-MOST_RETUNINGS = 4
-"""How often a fit tunes anew because another set of parameters is trained."""
 
 
 class DDPOptStrategy(DDPStrategy):
@@ -93,9 +91,9 @@ class DDPOptStrategy(DDPStrategy):
             raise ValueError(f"model_averaging_period={period!r} must be a whole number of at least 1.")
         if isinstance(self._ddp_comm_state, PostLocalSGDState) and period is None:
             raise ValueError("ddp_comm_state is a PostLocalSGDState, which needs model_averaging_period, in steps.")
-        if allow not in tuning_run.HOOKS_ALLOWED:
-            raise ValueError(f"allow={allow!r} is not one of {', '.join(map(repr, tuning_run.HOOKS_ALLOWED))}.")
-        self._tuning_options = TuningOptions.of(tuning)
+        if allow not in HOOKS_ALLOWED:
+            raise ValueError(f"allow={allow!r} is not one of {', '.join(map(repr, HOOKS_ALLOWED))}.")
+        tuning_options = TuningOptions.of(tuning)
         if (
             isinstance(gradient_check_steps, bool)
             or not isinstance(gradient_check_steps, int)
@@ -113,9 +111,13 @@ class DDPOptStrategy(DDPStrategy):
             ddp_comm_state=self._ddp_comm_state,
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
-        self._tunes_capacity = plan is None and isinstance(bucket_cap_mb, str)
         is_auto_hook = isinstance(comm_hook, str) and comm_hook == "auto"
-        self._hooks_to_try = tuning_run.HOOKS_ALLOWED[allow] if is_auto_hook else ()
+        self._tuning = AutoTuning(
+            tuning_options,
+            self.plan,
+            tunes_capacity=plan is None and isinstance(bucket_cap_mb, str),
+            hooks=HOOKS_ALLOWED[allow] if is_auto_hook else (),
+        )
         self._gradient_check_steps = gradient_check_steps
         self._disabled = _is_disabled()
         if self._disabled:
@@ -134,13 +136,6 @@ class DDPOptStrategy(DDPStrategy):
         self._payload_bytes: int | None = None
         self._told: set[str] = set()
         self._agreed_plan: Plan | None = None
-        self.verdict: Verdict | None = None
-        """What tuning found; None before, and where nothing is tuned."""
-        self._default_plan = self.plan
-        self._session: TuningSession | None = None
-        self._facts: Mapping[str, Any] = {}
-        self._tuned_facts: Mapping[str, Any] | None = None
-        self._retunings = self._verdict_step = 0
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -177,9 +172,18 @@ class DDPOptStrategy(DDPStrategy):
         return None if payload is None else wrapping.all_reduce_bytes_sent(payload, self._reduction_size)
 
     @property
+    def verdict(self) -> Verdict | None:
+        """What tuning found; None before, and where nothing is tuned."""
+        return self._tuning.verdict
+
+    @property
     def is_tuning(self) -> bool:
         """Whether the current training steps are trials of the tuner."""
         return self._session is not None
+
+    @property
+    def _session(self) -> TuningSession | None:
+        return self._tuning.session
 
     def change_plan(self, plan: Plan) -> None:
         """Exchange gradients by ``plan`` from the next optimizer step on: re-wrap before the forward that leads to it.
@@ -202,7 +206,7 @@ class DDPOptStrategy(DDPStrategy):
             raise ValueError("ddp_comm_wrapper wraps a hook, and the new plan has none: name a hook in it.")
         if self._wrapped_plan is not None and self.lightning_module is not None:
             wrapping.check_module(self.lightning_module, plan, self._ddp_kwargs)
-        self._stop_tuning()
+        self._tuning.switch_off()  # in later fits, too
         self.plan = plan
 
     # ---------------------------------------------------------------------------------------- Lightning's life cycle
@@ -234,7 +238,8 @@ class DDPOptStrategy(DDPStrategy):
                 " find_unused_parameters=True changes nothing",
             )
         self._trainable = TrainableSet(self.lightning_module)
-        self._start_tuning()
+        if self._tuning.is_on:
+            self.plan = self._tuning.begin(self.lightning_module, self._reduction_group, self.root_device)
         self._hook = self._build_hook()
         trainer = self.lightning_module.trainer
         first_syncs = self.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1
@@ -270,7 +275,7 @@ class DDPOptStrategy(DDPStrategy):
         if changed:
             self._rewrap_for_trainable(changed)
         else:
-            self._tune()
+            self._tune(self.model)
             self._wrap_if_needed()
         if self._session is not None:
             self._session.batch_started(self.model)
@@ -339,8 +344,7 @@ class DDPOptStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._note_layout(last_chance=True)
-        if self._session is not None:
-            self._stop_tuning()
+        if self._stop_tuning():
             say(log, "training ended before tuning did: no verdict")
 
     @override
@@ -350,8 +354,7 @@ class DDPOptStrategy(DDPStrategy):
         holds_training_state = "optimizer_states" in checkpoint
         if holds_training_state and self._agreed_plan is not None:
             checkpoint[CHECKPOINT_KEY] = {"plan": self.plan.to_dict(), "hook_state": self._hook_state_to_save()}
-            if self.verdict is not None and self._session is None and self._tuned_facts is not None:
-                checkpoint[CHECKPOINT_KEY] |= {"verdict": self.verdict.to_dict(), "tuned": dict(self._tuned_facts)}
+            checkpoint[CHECKPOINT_KEY] |= self._tuning.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -359,9 +362,9 @@ class DDPOptStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         ours = checkpoint.get(CHECKPOINT_KEY)
         if ours and self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            if "verdict" in ours and self._wrapped_plan is None and self._tunes_anything:
-                self.verdict, self._tuned_facts = Verdict.from_dict(ours["verdict"]), ours["tuned"]
-                self.plan = self.verdict.plan
+            if self._wrapped_plan is None:
+                self._tuning.load_state_dict(ours)
+                self.plan = self.verdict.plan if self.verdict is not None else self.plan
             saved, current = ours["plan"]["hook"], self.plan.to_dict()["hook"]
             if ours["hook_state"] and saved == current:
                 if self._wrapped_plan is not None and self._hook is not None:
@@ -388,78 +391,21 @@ class DDPOptStrategy(DDPStrategy):
 
     # ---------------------------------------------------------------------------------------- tuning
 
-    @property
-    def _tunes_anything(self) -> bool:
-        return (self._tunes_capacity or bool(self._hooks_to_try)) and self._tuning_options is not None
-
-    def _start_tuning(self, *, recheck: bool = False) -> None:
-        """Begin tuning with the next step, or keep the verdict of an earlier fit of the same parameters."""
-        if not self._tunes_anything or self._disabled:
-            return
-        assert self._tuning_options is not None
-        module = self.lightning_module
-        assert module is not None
-        self._facts = tuning_run.facts_of(module, self._default_plan, self.world_size, self._hooks_to_try)
-        if self._tuned_facts == self._facts and not recheck:
-            return
-        verify = self.verdict if recheck and self.plan != self._default_plan else None
-        self._tuned_facts = None
-        if not recheck:
-            self.verdict, self.plan = None, self._default_plan
-        reason = tuning_run.reason_not_to_tune(module, self._default_plan)
-        if reason is not None:
-            self._say_once(f"not tuned: {reason}")
-            return
-        group = self._ddp_kwargs.get("process_group") or dist.group.WORLD
-        assert group is not None
-        if self._hooks_to_try:
-            hooks = " and ".join(hook.name for hook in self._hooks_to_try)
-            self._say_once(f"comm_hook='auto': after the capacities, trials of {hooks} train lossily for some steps")
-        self._session = tuning_run.start_session(
-            module.trainer,
-            module,
-            self._facts,
-            default=self._default_plan,
-            tunes_capacity=self._tunes_capacity,
-            hooks=self._hooks_to_try,
-            options=self._tuning_options,
-            group=group,
-            device=self.root_device,
-            verify=verify,
-            uses_cache=not recheck,
-        )
-
-    def _tune(self) -> None:
-        """Between optimizer steps: take the plan for the next ones from the session, or its verdict."""
-        self._recheck_if_due()
-        session = self._session
-        if session is None or not session.is_due:
-            return
-        assert isinstance(self.model, DistributedDataParallel)
-        verdict = session.advance(self.model)
-        if verdict is None:
-            assert session.plan is not None
-            self.plan = session.plan
-            return
-        self._session = None
-        self.plan, self.verdict, self._tuned_facts = verdict.plan, verdict, self._facts
-        self._layout = None  # to be told once more: of the plan that stays
-        assert self.lightning_module is not None
-        assert self._tuning_options is not None
-        trainer = self.lightning_module.trainer
-        self._verdict_step = trainer.global_step
-        tuning_run.announce(trainer, verdict)
-        cache = tuning_run.cache_of(self._tuning_options)
-        if cache is not None and verdict.trials and self.global_rank == 0:
-            cache.store(tuning_run.cache_key(trainer, self._facts, self.root_device), verdict)
-
-    def _recheck_if_due(self) -> None:
-        every = self._tuning_options.recheck_every_n_steps if self._tuning_options is not None else None
-        if every is None or self.verdict is None or self._session is not None or self.plan != self.verdict.plan:
+    def _tune(self, model: DistributedDataParallel) -> None:
+        """Between two batches: take the plan for the next steps from the tuner."""
+        if not self._tuning.has_work:
             return
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.global_step - self._verdict_step >= every:
-            self._start_tuning(recheck=True)
+        was_tuning = self.is_tuning
+        self.plan = self._tuning.next_plan(self.plan, model, self.lightning_module, self._reduction_group)
+        if was_tuning and not self.is_tuning:
+            self._layout = None  # to be told once more: of the plan that stays
+
+    def _stop_tuning(self) -> bool:
+        """Without a verdict; whether it was under way."""
+        plan = self._tuning.stop()
+        self.plan = plan or self.plan
+        return plan is not None
 
     def _wrap_for_trial(self, session: TuningSession, plan: Plan) -> None:
         """Where the wrap fails on one rank, all go back to torch's default capacity, and hear of it."""
@@ -471,34 +417,12 @@ class DDPOptStrategy(DDPStrategy):
             session.fail(error)
             succeeded = False
         if not session.all_ranks_succeeded(succeeded):
-            self.plan = self._default_plan
+            self.plan = self._tuning.default
             self._wrap(self._plan_if(self._next_backward_syncs()))
         session.rewrapped(time.perf_counter() - started)
 
-    def _retune(self, changed: list[str]) -> None:
-        """Other gradients are exchanged from now on: begin anew, but not for ever."""
-        if not self._tunes_anything or self._disabled:
-            return
-        self._stop_tuning()
-        self.plan, self.verdict, self._tuned_facts = self._default_plan, None, None
-        self._retunings += 1
-        if self._retunings <= MOST_RETUNINGS:
-            self._start_tuning()
-        else:
-            self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
-
-    def _stop_tuning(self) -> None:
-        """Without a verdict: by torch's default capacity from the next step on."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-            self.plan = self._default_plan
-
-    # ---------------------------------------------------------------------------------------- wrapping
-
     def _forget_previous_fit(self) -> None:
         self._stop_tuning()
-        self._retunings = 0
         self._hook = None
         self._has_unsynced_gradients = False
         self._wrapped_plan = None
@@ -512,9 +436,7 @@ class DDPOptStrategy(DDPStrategy):
             return None
         assert self.lightning_module is not None
         names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
-        group = self._ddp_kwargs.get("process_group") or dist.group.WORLD
-        assert group is not None
-        hook = build_hook(self.plan.hook, HookContext(group, names))
+        hook = build_hook(self.plan.hook, HookContext(self._reduction_group, names))
         if hook is not None and self._hook_state_to_load is not None:
             hook.load_state_dict(self._hook_state_to_load)
         self._hook_state_to_load = None
@@ -575,6 +497,12 @@ class DDPOptStrategy(DDPStrategy):
     @property
     def _looks_for_unused(self) -> bool:
         return bool(self._ddp_kwargs.get("find_unused_parameters")) and not self.plan.static_graph
+
+    @property
+    def _reduction_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup | None = self._ddp_kwargs.get("process_group") or dist.group.WORLD
+        assert group is not None
+        return group
 
     @property
     def _reduction_size(self) -> int:
@@ -644,7 +572,8 @@ class DDPOptStrategy(DDPStrategy):
                 " changed requires_grad. Freeze and unfreeze on all ranks at the same step."
             )
         wrapping.check_module(self.lightning_module, self.plan, self._ddp_kwargs)
-        self._retune(changed)
+        if self._tuning.is_on:
+            self.plan = self._tuning.begin_anew(self.lightning_module, self._reduction_group, self.root_device)
         if self._has_unsynced_gradients:
             # The new wrapper will not reduce what earlier micro-batches of this window left in some `.grad`.
             if self._looks_for_unused:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddpopt import wrapping
 from lightning_ddpopt.machine.environment import device_name, exchange_variables, versions
@@ -70,57 +71,200 @@ def facts_of(module: nn.Module, default: Plan, world_size: int, hooks: Sequence[
     }
 
 
-def start_session(
-    trainer: Trainer,
-    module: LightningModule,
-    facts: Mapping[str, Any],
-    *,
-    default: Plan,
-    tunes_capacity: bool,
-    hooks: tuple[HookSpec, ...],
-    options: TuningOptions,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    verify: Verdict | None = None,
-    uses_cache: bool = True,
-) -> TuningSession:
-    """A session that tunes ``module``. Not collective; its steps are.
+MOST_RETUNINGS = 4
+"""How often a fit tunes anew because another set of parameters is trained."""
+
+
+class AutoTuning:
+    """Tuning as one strategy uses it: it begins with a fit, goes on between its steps, and ends with a verdict.
 
     Args:
-        trainer: the run.
-        module: what DDP wraps.
-        facts: from :func:`facts_of`.
+        options: the user's; None: no tuning.
         default: the user's settings with torch's default capacity.
-        tunes_capacity: whether capacities may be changed; else only hooks.
+        tunes_capacity: whether the capacity is to be tuned.
         hooks: lossy hooks that may be chosen too.
-        options: the user's.
-        group: the group that DDP reduces over.
-        device: this rank's.
-        verify: a verdict of this run to be verified (a later check), instead of one from the cache.
-        uses_cache: whether to look into the cache.
 
     """
-    gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]
-    stock = replace(default, gradient_as_bucket_view=False, static_graph=False)
-    is_exact = default.hook.name == "none" and tunes_capacity
-    start_iter = default.hook.options.get("start_powerSGD_iter", 0)
-    case = TuningCase(
-        default=default,
-        total_bytes=sum(p.numel() * p.element_size() for p in gradients),
-        stock=stock if is_exact and stock != default else None,
-        hooks=hooks,
-        tunes_capacity=tunes_capacity,
-        warmup_steps=max(3, int(start_iter) + 1),
-        options=options,
-    )
 
-    def procedure() -> Procedure:
-        cached = verify
-        if uses_cache and verify is None and (cache := cache_of(options)) is not None:
-            cached = cache.load(cache_key(trainer, facts, device))
-        return Tuner(replace(case, cached=cached)).run()
+    def __init__(
+        self, options: TuningOptions | None, default: Plan, *, tunes_capacity: bool, hooks: tuple[HookSpec, ...]
+    ) -> None:
+        self.session: TuningSession | None = None
+        self.verdict: Verdict | None = None
+        self._options, self._default, self._tunes_capacity, self._hooks = options, default, tunes_capacity, hooks
+        self._facts: Mapping[str, Any] = {}
+        self._tuned_facts: Mapping[str, Any] | None = None
+        self._verdict_step = self._retunings = 0
+        self._told: set[str] = set()
 
-    return TuningSession(procedure, default, group, device)
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is to be tuned."""
+        return (self._tunes_capacity or bool(self._hooks)) and self._options is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to do between steps."""
+        return self.session is not None or (
+            self._options is not None and self._options.recheck_every_n_steps is not None
+        )
+
+    @property
+    def default(self) -> Plan:
+        """What holds where nothing better is known."""
+        return self._default
+
+    def switch_off(self) -> None:
+        """The user has chosen a plan."""
+        self.stop()
+        self._options = None
+
+    def begin(self, module: LightningModule, group: dist.ProcessGroup, device: torch.device) -> Plan:
+        """Begin with a fit, or keep the verdict of an earlier one that trained the same parameters.
+
+        Returns:
+            the plan to begin with.
+
+        """
+        self._retunings = 0
+        self._facts = facts_of(module, self._default, group.size(), self._hooks)
+        if self._tuned_facts == self._facts and self.verdict is not None:
+            return self.verdict.plan
+        self.verdict = self._tuned_facts = None
+        self._start(module, group, device)
+        return self._default
+
+    def begin_anew(self, module: LightningModule, group: dist.ProcessGroup, device: torch.device) -> Plan:
+        """Other gradients are exchanged from now on: tune anew, but not for ever."""
+        self.stop()
+        self.verdict = self._tuned_facts = None
+        self._retunings += 1
+        if self._retunings <= MOST_RETUNINGS:
+            self._facts = facts_of(module, self._default, group.size(), self._hooks)
+            self._start(module, group, device)
+        else:
+            self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
+        return self._default
+
+    def next_plan(
+        self, plan: Plan, ddp: DistributedDataParallel, module: LightningModule, group: dist.ProcessGroup
+    ) -> Plan:
+        """Between two batches: the plan for the next steps. Collective where a block of trials is over.
+
+        Args:
+            plan: the plan in force.
+            ddp: the wrapper in use.
+            module: what it wraps.
+            group: the group that it reduces over.
+
+        """
+        trainer = module.trainer
+        if self._is_check_due(plan, trainer.global_step):
+            verify = self.verdict if plan != self._default else None
+            self._start(module, group, ddp.device, verify=verify, uses_cache=False)
+        session = self.session
+        if session is None or not session.is_due:
+            return plan
+        verdict = session.advance(ddp)
+        if verdict is None:
+            assert session.plan is not None
+            return session.plan
+        self.session = None
+        self.verdict, self._tuned_facts, self._verdict_step = verdict, self._facts, trainer.global_step
+        announce(trainer, verdict)
+        assert self._options is not None
+        cache = cache_of(self._options)
+        if cache is not None and verdict.trials and trainer.is_global_zero:
+            cache.store(cache_key(trainer, self._facts, ddp.device), verdict)
+        return verdict.plan
+
+    def stop(self) -> Plan | None:
+        """Without a new verdict.
+
+        Returns:
+            the plan that holds then; None where no tuning was under way.
+
+        """
+        if self.session is None:
+            return None
+        self.session.close()
+        self.session = None
+        return self._default if self.verdict is None else self.verdict.plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """The verdict and what it is of, for a checkpoint; empty before there is one."""
+        if self.verdict is None or self._tuned_facts is None:
+            return {}
+        return {"verdict": self.verdict.to_dict(), "tuned": dict(self._tuned_facts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the verdict of the run before; :meth:`begin` compares whether this one is alike."""
+        if "verdict" not in state or not self.is_on:
+            return
+        try:
+            self.verdict, self._tuned_facts = Verdict.from_dict(state["verdict"]), state["tuned"]
+        except (ValueError, KeyError) as error:  # of another version
+            say(log, f"the checkpoint's verdict is not used: {error}", logging.WARNING)
+
+    def _is_check_due(self, plan: Plan, step: int) -> bool:
+        every = self._options.recheck_every_n_steps if self._options is not None else None
+        is_idle = self.session is None and self.verdict is not None and plan == self.verdict.plan
+        return every is not None and is_idle and step - self._verdict_step >= every
+
+    def _start(
+        self,
+        module: LightningModule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        verify: Verdict | None = None,
+        uses_cache: bool = True,
+    ) -> None:
+        """Make a session. Not collective; its steps are.
+
+        Args:
+            module: what DDP wraps.
+            group: the group that DDP reduces over.
+            device: this rank's.
+            verify: a verdict to be checked, instead of one from the cache.
+            uses_cache: whether to look into the cache.
+
+        """
+        reason = reason_not_to_tune(module, self._default)
+        if reason is not None:
+            self._say_once(f"not tuned: {reason}")
+            return
+        if self._hooks:
+            hooks = " and ".join(hook.name for hook in self._hooks)
+            self._say_once(f"comm_hook='auto': after the capacities, trials of {hooks} train lossily for some steps")
+        options, default = self._options, self._default
+        assert options is not None
+        gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]
+        stock = replace(default, gradient_as_bucket_view=False, static_graph=False)
+        is_exact = default.hook.name == "none" and self._tunes_capacity
+        case = TuningCase(
+            default=default,
+            total_bytes=sum(p.numel() * p.element_size() for p in gradients),
+            stock=stock if is_exact and stock != default else None,
+            hooks=self._hooks,
+            tunes_capacity=self._tunes_capacity,
+            warmup_steps=max(3, int(default.hook.options.get("start_powerSGD_iter", 0)) + 1),
+            options=options,
+            cached=verify,
+        )
+        facts = self._facts
+
+        def procedure() -> Procedure:
+            cached = verify
+            if uses_cache and (cache := cache_of(options)) is not None:
+                cached = cache.load(cache_key(module.trainer, facts, device))
+            return Tuner(replace(case, cached=cached)).run()
+
+        self.session = TuningSession(procedure, default, group, device)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            say(log, message)
 
 
 def cache_of(options: TuningOptions) -> VerdictCache | None:

@@ -104,6 +104,8 @@ class TuningSession:
             if not self._steps or self._steps[-1].has_stepped:
                 self._steps.append(_Step())
             step = self._steps[-1]
+            if len(step.starts) > len(step.ends):
+                step.starts.pop()  # that batch was skipped
             step.starts.append(mark(self._device))
             command = self._command
             if isinstance(command, RunBlock) and command.records_backward and len(self._steps) > command.discard:

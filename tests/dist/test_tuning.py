@@ -299,6 +299,39 @@ def test_change_plan_ends_tuning(two_ranks: Ranks, stock: dict[int, dict[str, An
         assert result["verdict"] is None
 
 
+def change_before_fit() -> dict[str, Any]:
+    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
+    strategy.change_plan(Plan(bucket_cap_mb=0.1))
+    fitter = trainer(strategy, max_steps=30)
+    fitter.fit(module, data())
+    return {"state": state_of(module), "plan": strategy.plan, "verdict": strategy.verdict}
+
+
+def test_a_plan_of_the_user_before_fit_is_not_tuned(two_ranks: Ranks, stock: dict[int, dict[str, Any]]) -> None:
+    results = two_ranks(change_before_fit)
+    assert_same_parameters(results, stock[30])
+    assert results[0]["plan"] == Plan(bucket_cap_mb=0.1)
+    assert results[0]["verdict"] is None
+
+
+class Skips(Wide):
+    """The rest of an epoch is skipped now and then."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch % 2 == 0 and batch_idx == 9 else None
+
+
+def tune_with_skips(arguments: dict[str, Any] | None, accumulate: int) -> dict[str, Any]:
+    return train(arguments, steps=80, make_module=Skips, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_skipped_batches(two_ranks: Ranks, accumulate: int) -> None:
+    results = two_ranks(tune_with_skips, NO_CACHE, accumulate)
+    assert_same_parameters(results, two_ranks(tune_with_skips, None, accumulate)[0])
+    assert results[0]["verdict"] == results[1]["verdict"] is not None
+
+
 class UnfreezeAt(L.Callback):
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -447,6 +480,25 @@ def test_a_later_check(two_ranks: Ranks) -> None:
     assert_same_parameters(results, two_ranks(train, None, steps=240, make_module=Wide)[0])
     assert results[0]["verdict"] == results[1]["verdict"]
     assert len([text for text in results[0]["said"] if "tuning took" in text]) == 2
+
+
+class StopsInCheck(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.strategy.verdict is not None and trainer.strategy.is_tuning
+
+
+def stop_in_a_check() -> dict[str, Any]:
+    arguments = {"tuning": {"cache": False, "recheck_every_n_steps": 100}}
+    return tune(arguments, steps=240, callbacks=[StopsInCheck()])
+
+
+def test_training_that_ends_in_a_later_check_keeps_the_verdict(two_ranks: Ranks) -> None:
+    results = two_ranks(stop_in_a_check)
+    assert_ranks_equal(results)
+    for result in results:
+        assert 130 < result["steps"] < 180
+        assert result["plan"] == result["verdict"].plan
+    assert any("training ended before tuning did" in text for text in results[0]["said"])
 
 
 def tune_with_a_logger(folder: str) -> dict[str, Any]:
