@@ -182,14 +182,13 @@ def run_grid(verdict: Verdict, module: Trained, repeats: int, steps: int) -> lis
     return lines
 
 
-def run_claim(verdict: Verdict, module: Trained, repeats: int, steps: int) -> list[dict[str, Any]]:
-    """Stock `ddp` and the verdict's plan, one fit each in every repeat."""
+def run_claim(verdict: Verdict, module: Trained, repeat: int, steps: int) -> list[dict[str, Any]]:
+    """One fit of stock `ddp`, and one of the verdict's plan."""
     lines = []
-    for repeat in range(repeats):
-        for variant in ("ddp", "tuned"):
-            strategy = DDPStrategy() if variant == "ddp" else DDPOptStrategy(plan=verdict.plan, gradient_check_steps=0)
-            times = fit(strategy, module, 12 + steps, Clock())[12:]
-            lines.append({"part": "claim", "variant": variant, "repeat": repeat, "steps_ms": times})
+    for variant in ("ddp", "tuned"):
+        strategy = DDPStrategy() if variant == "ddp" else DDPOptStrategy(plan=verdict.plan, gradient_check_steps=0)
+        times = fit(strategy, module, 12 + steps, Clock())[12:]
+        lines.append({"part": "claim", "variant": variant, "repeat": repeat, "steps_ms": times})
     return lines
 
 
@@ -265,7 +264,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--grid-steps", type=int, default=6, help="timed steps of each block of the grid; 0: no grid")
     parser.add_argument("--claim-steps", type=int, default=30, help="timed steps of each fit of the claim; 0: no claim")
-    parser.add_argument("--tunings", type=int, default=1, help="how often to tune; the last verdict is compared")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--note", default="", help="what else a reader must know, such as the wire between hosts")
     parser.add_argument("--commit", default="")
@@ -283,22 +281,29 @@ def main() -> None:
     module = workload(arguments.workload, arguments.batch, device)
 
     lines: list[dict[str, Any]] = []
-    verdict: Verdict | None = None
-    for _ in range(arguments.tunings):
-        strategy = DDPOptStrategy(tuning={"cache": False})
-        times = fit(strategy, module, 72, Clock())
-        verdict = strategy.verdict
-        assert verdict is not None, "tuning did not end in 72 steps"
-        lines.append({"part": "tune", "verdict": verdict.to_dict(), "steps_ms": times})
-    assert verdict is not None
-    if arguments.grid_steps:
-        lines += run_grid(verdict, module, arguments.repeats, arguments.grid_steps)
-    if arguments.claim_steps:
-        lines += run_claim(verdict, module, arguments.repeats, arguments.claim_steps)
+
+    def keep(new: list[dict[str, Any]]) -> None:
+        """Append to the record what is done, so that a run cut short leaves it."""
+        lines.extend(line for line in new if "part" in line)
+        if dist.get_rank() == 0:
+            with arguments.out.open("a", encoding="utf-8") as out:
+                out.writelines(json.dumps(line) + "\n" for line in new)
+
     if dist.get_rank() == 0:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        everything = [{"environment": environment(arguments, device)}, *lines]
-        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in everything), encoding="utf-8")
+        arguments.out.unlink(missing_ok=True)
+    keep([{"environment": environment(arguments, device)}])
+    strategy = DDPOptStrategy(tuning={"cache": False})
+    times = fit(strategy, module, 72, Clock())
+    verdict = strategy.verdict
+    assert verdict is not None, "tuning did not end in 72 steps"
+    keep([{"part": "tune", "verdict": verdict.to_dict(), "steps_ms": times}])
+    if arguments.grid_steps:
+        keep(run_grid(verdict, module, arguments.repeats, arguments.grid_steps))
+    if arguments.claim_steps:
+        for repeat in range(arguments.repeats):
+            keep(run_claim(verdict, module, repeat, arguments.claim_steps))
+    if dist.get_rank() == 0:
         print(f"== {arguments.workload} batch {arguments.batch} {arguments.note}")
         print(summary(verdict, lines))
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ def run(*command: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment | {"OMP_NUM_THREADS": "1", "DDPOPT_CACHE_DIR": str(cwd / "verdicts")},
         capture_output=True,
         text=True,
         timeout=590,
