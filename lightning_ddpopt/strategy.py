@@ -117,6 +117,7 @@ class DDPOptStrategy(DDPStrategy):
             self.plan,
             tunes_capacity=plan is None and isinstance(bucket_cap_mb, str),
             hooks=HOOKS_ALLOWED[allow] if is_auto_hook else (),
+            ddp_arguments=self._ddp_kwargs,
         )
         self._gradient_check_steps = gradient_check_steps
         self._disabled = _is_disabled()
@@ -261,6 +262,14 @@ class DDPOptStrategy(DDPStrategy):
         return None
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # LearningRateFinder and the like train, and end training, inside a fit.
+        if self._wrapped_plan is not None and self._tuning.is_on and self.verdict is None and not self.is_tuning:
+            assert self.lightning_module is not None
+            self.plan = self._tuning.begin(self.lightning_module, self._reduction_group, self.root_device)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._wrapped_plan is None:
@@ -363,8 +372,7 @@ class DDPOptStrategy(DDPStrategy):
         ours = checkpoint.get(CHECKPOINT_KEY)
         if ours and self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if self._wrapped_plan is None:
-                self._tuning.load_state_dict(ours)
-                self.plan = self.verdict.plan if self.verdict is not None else self.plan
+                self.plan = self._tuning.load_state_dict(ours) or self.plan
             saved, current = ours["plan"]["hook"], self.plan.to_dict()["hook"]
             if ours["hook_state"] and saved == current:
                 if self._wrapped_plan is not None and self._hook is not None:
@@ -418,6 +426,7 @@ class DDPOptStrategy(DDPStrategy):
             succeeded = False
         if not session.all_ranks_succeeded(succeeded):
             self.plan = self._tuning.default
+            self._hook = self._build_hook()
             self._wrap(self._plan_if(self._next_backward_syncs()))
         session.rewrapped(time.perf_counter() - started)
 

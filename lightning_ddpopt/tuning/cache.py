@@ -53,13 +53,13 @@ class VerdictCache:
 
     def store(self, key: Mapping[str, Any], verdict: Verdict) -> None:
         """Keep ``verdict`` under ``key``; a folder that cannot be written to is warned about."""
-        text = json.dumps({"key": dict(key), "verdict": verdict.to_dict()}, indent=1, allow_nan=False)
         try:
+            text = json.dumps({"key": dict(key), "verdict": verdict.to_dict()}, indent=1, allow_nan=False)
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as file:
                 file.write(text)
             os.replace(file.name, self.path(key))  # whole or not at all, whoever else reads or writes
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:
             say_here(log, f"the verdict is not cached: {error}", logging.WARNING)
 
 

@@ -1,6 +1,7 @@
 """The cost of an all-reduce by payload, measured on the training's own process group. Imports torch to measure only."""
 
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+log = logging.getLogger(__name__)
 
 SMALLEST_BYTES = 64 * 1024
 MOST_REPETITIONS = 5
@@ -111,6 +114,9 @@ def measure_link(
         budget_s: wall time in seconds; the smallest payload is measured whatever it takes.
         smallest_bytes: the smallest payload.
 
+    Raises:
+        MemoryError: some rank has no room for the largest payload; raised on all of them.
+
     """
     import torch
     import torch.distributed as dist
@@ -126,6 +132,14 @@ def measure_link(
         largest_bytes = min(largest_bytes, int(allowed))
     steps = itertools.takewhile(lambda size: size < largest_bytes, (smallest_bytes * 4**k for k in itertools.count()))
     payloads = [*steps, max(largest_bytes, smallest_bytes)]
+    whole: torch.Tensor | None = None
+    try:
+        whole = _allocate(payloads[-1], device)
+    except Exception as error:  # on this rank; none may go on alone
+        log.debug("no buffer to measure the link with", exc_info=error)
+    if agree([float(whole is not None)], dist.ReduceOp.MIN) != [1.0]:
+        raise MemoryError(f"no {payloads[-1]} bytes for measuring the all-reduce on some rank")
+    assert whole is not None
     points: list[tuple[int, float]] = []
     spent_ms = 0.0
     for payload in payloads:
@@ -135,15 +149,20 @@ def measure_link(
             repetitions = min(MOST_REPETITIONS, int((1000 * budget_s - spent_ms) / expected_ms) - 1)
             if repetitions < 1:
                 break
-        buffer = torch.zeros(max(1, payload // 4), dtype=torch.float32, device=device)
+        buffer = whole[: max(1, payload // 4)]
         for _ in range(1 if points else 3):
             dist.all_reduce(buffer, group=group)
         times_ms = _timed(buffer, repetitions, group)
         least = agree(times_ms, dist.ReduceOp.MIN)
         spent_ms += agree([sum(times_ms) * (1 + 1 / repetitions)], dist.ReduceOp.MAX)[0]
-        del buffer
         points.append((payload, max(statistics.median(least), 1e-6)))
     return Link.of(points)
+
+
+def _allocate(payload_bytes: int, device: "torch.device") -> "torch.Tensor":
+    import torch
+
+    return torch.zeros(max(1, payload_bytes // 4), dtype=torch.float32, device=device)
 
 
 def _timed(buffer: "torch.Tensor", repetitions: int, group: "dist.ProcessGroup") -> list[float]:

@@ -35,7 +35,7 @@ HOOKS_ALLOWED: Mapping[str, tuple[HookSpec, ...]] = {
 PLAN_FILE, VERDICT_FILE = "ddpopt_plan.json", "ddpopt_verdict.json"
 
 
-def reason_not_to_tune(module: LightningModule, plan: Plan) -> str | None:
+def reason_not_to_tune(module: LightningModule, plan: Plan, ddp_arguments: Mapping[str, Any]) -> str | None:
     """Why trials would be wrong for this run, in words that follow "not tuned: "; None where they are right."""
     if torch.are_deterministic_algorithms_enabled():
         return (
@@ -50,6 +50,9 @@ def reason_not_to_tune(module: LightningModule, plan: Plan) -> str | None:
             "the module is compiled, and keeps the graph splits of the capacity it was first wrapped with; give"
             " bucket_cap_mb"
         )
+    for name in ("delay_all_reduce_named_params", "mixed_precision"):
+        if ddp_arguments.get(name) is not None:
+            return f"DDP's {name} leaves hooks on the module, which a re-wrap cannot take off; give bucket_cap_mb"
     if plan.hook.name == CUSTOM_HOOK:
         return "a callable hook may keep state for each bucket, which other buckets would break; give bucket_cap_mb"
     if any(isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse for submodule in submodules):
@@ -57,7 +60,9 @@ def reason_not_to_tune(module: LightningModule, plan: Plan) -> str | None:
     return None
 
 
-def facts_of(module: nn.Module, default: Plan, world_size: int, hooks: Sequence[HookSpec]) -> dict[str, Any]:
+def facts_of(
+    module: nn.Module, default: Plan, world_size: int, hooks: Sequence[HookSpec], options: TuningOptions | None
+) -> dict[str, Any]:
     """What a verdict depends on as far as all ranks see it alike: parameters, settings, number of ranks."""
     parameters = [
         [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
@@ -68,6 +73,8 @@ def facts_of(module: nn.Module, default: Plan, world_size: int, hooks: Sequence[
         "settings": default.to_dict(),
         "hooks": [hook.name for hook in hooks],
         "world_size": world_size,
+        "observes": options is not None and options.observe,
+        "candidates": list(options.candidates or ()) if options is not None else [],
     }
 
 
@@ -83,12 +90,20 @@ class AutoTuning:
         default: the user's settings with torch's default capacity.
         tunes_capacity: whether the capacity is to be tuned.
         hooks: lossy hooks that may be chosen too.
+        ddp_arguments: further arguments of DDP.
 
     """
 
     def __init__(
-        self, options: TuningOptions | None, default: Plan, *, tunes_capacity: bool, hooks: tuple[HookSpec, ...]
+        self,
+        options: TuningOptions | None,
+        default: Plan,
+        *,
+        tunes_capacity: bool,
+        hooks: tuple[HookSpec, ...],
+        ddp_arguments: Mapping[str, Any],
     ) -> None:
+        self._ddp_arguments = ddp_arguments
         self.session: TuningSession | None = None
         self.verdict: Verdict | None = None
         self._options, self._default, self._tunes_capacity, self._hooks = options, default, tunes_capacity, hooks
@@ -127,7 +142,7 @@ class AutoTuning:
 
         """
         self._retunings = 0
-        self._facts = facts_of(module, self._default, group.size(), self._hooks)
+        self._facts = facts_of(module, self._default, group.size(), self._hooks, self._options)
         if self._tuned_facts == self._facts and self.verdict is not None:
             return self.verdict.plan
         self.verdict = self._tuned_facts = None
@@ -140,7 +155,7 @@ class AutoTuning:
         self.verdict = self._tuned_facts = None
         self._retunings += 1
         if self._retunings <= MOST_RETUNINGS:
-            self._facts = facts_of(module, self._default, group.size(), self._hooks)
+            self._facts = facts_of(module, self._default, group.size(), self._hooks, self._options)
             self._start(module, group, device)
         else:
             self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
@@ -160,6 +175,7 @@ class AutoTuning:
         """
         trainer = module.trainer
         if self._is_check_due(plan, trainer.global_step):
+            self._verdict_step = trainer.global_step
             verify = self.verdict if plan != self._default else None
             self._start(module, group, ddp.device, verify=verify, uses_cache=False)
         session = self.session
@@ -173,9 +189,10 @@ class AutoTuning:
         self.verdict, self._tuned_facts, self._verdict_step = verdict, self._facts, trainer.global_step
         announce(trainer, verdict)
         assert self._options is not None
-        cache = cache_of(self._options)
-        if cache is not None and verdict.trials and trainer.is_global_zero:
-            cache.store(cache_key(trainer, self._facts, ddp.device), verdict)
+        if verdict.trials and not verdict.is_verified and trainer.is_global_zero:
+            cache = cache_of(self._options)
+            if cache is not None:
+                cache.store(cache_key(trainer, self._facts, ddp.device), verdict)
         return verdict.plan
 
     def stop(self) -> Plan | None:
@@ -193,18 +210,25 @@ class AutoTuning:
 
     def state_dict(self) -> dict[str, Any]:
         """The verdict and what it is of, for a checkpoint; empty before there is one."""
-        if self.verdict is None or self._tuned_facts is None:
+        if self.verdict is None or not self.verdict.trials or self._tuned_facts is None or not self.is_on:
             return {}
         return {"verdict": self.verdict.to_dict(), "tuned": dict(self._tuned_facts)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the verdict of the run before; :meth:`begin` compares whether this one is alike."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> Plan | None:
+        """Take over the verdict of the run before; :meth:`begin` compares whether this one is alike.
+
+        Returns:
+            its plan; None where there is none to take.
+
+        """
         if "verdict" not in state or not self.is_on:
-            return
+            return None
         try:
             self.verdict, self._tuned_facts = Verdict.from_dict(state["verdict"]), state["tuned"]
         except (ValueError, KeyError) as error:  # of another version
             say(log, f"the checkpoint's verdict is not used: {error}", logging.WARNING)
+            return None
+        return self.verdict.plan
 
     def _is_check_due(self, plan: Plan, step: int) -> bool:
         every = self._options.recheck_every_n_steps if self._options is not None else None
@@ -229,7 +253,7 @@ class AutoTuning:
             uses_cache: whether to look into the cache.
 
         """
-        reason = reason_not_to_tune(module, self._default)
+        reason = reason_not_to_tune(module, self._default, self._ddp_arguments)
         if reason is not None:
             self._say_once(f"not tuned: {reason}")
             return
@@ -239,7 +263,7 @@ class AutoTuning:
         options, default = self._options, self._default
         assert options is not None
         gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]
-        stock = replace(default, gradient_as_bucket_view=False, static_graph=False)
+        stock = replace(default, gradient_as_bucket_view=False)  # static or not: without it, such a model may not train
         is_exact = default.hook.name == "none" and self._tunes_capacity
         case = TuningCase(
             default=default,
@@ -271,7 +295,10 @@ def cache_of(options: TuningOptions) -> VerdictCache | None:
     """Where verdicts are kept; None: nowhere."""
     if options.observe or options.cache is False or options.candidates is not None:
         return None
-    return VerdictCache(default_folder() if options.cache is True else options.cache)
+    try:
+        return VerdictCache(default_folder() if options.cache is True else options.cache)
+    except RuntimeError:  # no home directory
+        return None
 
 
 def cache_key(trainer: Trainer, facts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -296,8 +323,14 @@ def cache_key(trainer: Trainer, facts: Mapping[str, Any], device: torch.device) 
 def announce(trainer: Trainer, verdict: Verdict) -> None:
     """Tell the verdict: one line in the log, metrics, and two files where the run keeps its own. On rank zero."""
     say(log, str(verdict))
-    if not trainer.is_global_zero:
-        return
+    if trainer.is_global_zero:
+        try:
+            _keep(trainer, verdict)
+        except Exception as error:  # of a logger or a file system; the other ranks are training already
+            say(log, f"the verdict was not written: {error!r}", logging.WARNING)
+
+
+def _keep(trainer: Trainer, verdict: Verdict) -> None:
     default, kept = verdict.trial_of(verdict.default), verdict.trial_of(verdict.plan)
     if default is not None and kept is not None:
         metrics = {
@@ -312,22 +345,24 @@ def announce(trainer: Trainer, verdict: Verdict) -> None:
     folder = _run_folder(trainer)
     if folder is None or not verdict.trials:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        verdict.plan.save(folder / PLAN_FILE)
-        verdict.save(folder / VERDICT_FILE)
-        say(log, f"DDPOptStrategy(plan={str(folder / PLAN_FILE)!r}) does the same without tuning")
-    except OSError as error:
-        say(log, f"the plan was not written: {error}", logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    verdict.plan.save(folder / PLAN_FILE)
+    verdict.save(folder / VERDICT_FILE)
+    say(log, f"DDPOptStrategy(plan={str(folder / PLAN_FILE)!r}) does the same without tuning")
 
 
 def _run_folder(trainer: Trainer) -> Path | None:
-    """Where this run keeps its files; None where it keeps none."""
+    """Where this run keeps its files; None where it keeps none, or not on this machine."""
+    folder = _run_folder_or_address(trainer)
+    return None if folder is None or "://" in folder else Path(folder)
+
+
+def _run_folder_or_address(trainer: Trainer) -> str | None:
     for logger in trainer.loggers:
         folder = getattr(logger, "log_dir", None) or logger.save_dir
         if isinstance(folder, str | Path):  # that of fast_dev_run's logger is a function
-            return Path(folder)
+            return str(folder)
     checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
     if checkpoints:
-        return Path(checkpoints)
-    return Path(trainer.default_root_dir) if trainer.default_root_dir != os.getcwd() else None
+        return str(checkpoints)
+    return str(trainer.default_root_dir) if trainer.default_root_dir != os.getcwd() else None

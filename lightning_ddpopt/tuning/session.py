@@ -25,6 +25,9 @@ from lightning_ddpopt.tuning.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
+MOST_BATCHES = 256
+"""A step of more micro-batches is none: the optimizer is stepped past Lightning, unseen."""
+
 
 @dataclass
 class _Step:
@@ -107,6 +110,8 @@ class TuningSession:
             if len(step.starts) > len(step.ends):
                 step.starts.pop()  # that batch was skipped
             step.starts.append(mark(self._device))
+            if len(step.starts) == MOST_BATCHES:
+                raise ValueError(f"no optimizer step through Lightning in {MOST_BATCHES} batches; give bucket_cap_mb")
             command = self._command
             if isinstance(command, RunBlock) and command.records_backward and len(self._steps) > command.discard:
                 if self._recorder is None or self._recorder.ddp() is not ddp:
@@ -162,6 +167,8 @@ class TuningSession:
         """Whether the block's steps are done; true at the start too. Alike on all ranks."""
         if not isinstance(self._command, RunBlock):
             return True
+        if self._steps and len(self._steps[-1].starts) >= MOST_BATCHES:
+            return True  # it has failed, on all ranks alike
         done = len(self._steps) - (0 if not self._steps or self._steps[-1].has_stepped else 1)
         return done >= self._command.discard + self._command.measure
 
@@ -186,7 +193,10 @@ class TuningSession:
             self._command = command
             if isinstance(command, RunBlock):
                 break
-            result = measure_link(self._group, self._device, command.largest_bytes, command.budget_s)
+            try:
+                result = measure_link(self._group, self._device, command.largest_bytes, command.budget_s)
+            except MemoryError as error:  # on all ranks alike
+                self.fail(error)
         self._overhead_s = time.perf_counter() - started
         return None
 

@@ -72,6 +72,7 @@ class Verdict:
         cost_s: the part of ``seconds`` beyond what as many steps of the default take.
         predicted_gain_ms: with ``observe``, the gain that the model promises; else None.
         timeline, link, interference: the measured model; None where it was not made.
+        is_verified: whether it is an earlier verdict that held in a short comparison, whose steps stand in ``trials``.
 
     """
 
@@ -86,6 +87,7 @@ class Verdict:
     timeline: Timeline | None = None
     link: Link | None = None
     interference: Interference | None = None
+    is_verified: bool = False
 
     def trial_of(self, plan: Plan) -> Trial | None:
         """The trial of ``plan``, if it ran."""
@@ -133,6 +135,7 @@ class Verdict:
             "seconds": self.seconds,
             "cost_s": self.cost_s,
             "predicted_gain_ms": self.predicted_gain_ms,
+            "is_verified": self.is_verified,
             "timeline": self.timeline and self.timeline.to_dict(),
             "link": self.link and self.link.to_dict(),
             "interference": fit
@@ -171,6 +174,7 @@ class Verdict:
                 timeline=data["timeline"] and Timeline.from_dict(data["timeline"]),
                 link=data["link"] and Link.from_dict(data["link"]),
                 interference=data["interference"] and Interference(**data["interference"]),
+                is_verified=bool(data["is_verified"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a verdict: {error!r}") from error

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from ranks import Ranks
 from scenarios import Messages, Wide, assert_ranks_equal, data, state_of, train, trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
+from lightning_ddpopt.tuning import link as link_module
 from lightning_ddpopt.tuning import session as session_module
 from lightning_ddpopt.tuning.tuner import Tuner
 from lightning_ddpopt.tuning.verdict import Verdict
@@ -135,6 +136,8 @@ class Fails(L.Callback):
             if self.what == "tuner":
                 self.patch.setattr(Tuner, "_candidates", fail)
             return
+        if self.what == "link":
+            self.patch.setattr(link_module, "_allocate", fail)
         if self.what == "recorder":
             self.patch.setattr(session_module, "BackwardRecorder", fail)
         if self.what == "measuring":
@@ -157,7 +160,7 @@ def tune_and_fail(what: str) -> dict[str, Any]:
     return tune(NO_CACHE, callbacks=[Fails(what)])
 
 
-@pytest.mark.parametrize("what", ["recorder", "measuring", "wrap", "tuner"])
+@pytest.mark.parametrize("what", ["recorder", "measuring", "wrap", "tuner", "link"])
 def test_a_failure_anywhere_ends_tuning_everywhere(
     two_ranks: Ranks, stock: dict[int, dict[str, Any]], what: str
 ) -> None:
@@ -166,7 +169,7 @@ def test_a_failure_anywhere_ends_tuning_everywhere(
     for result in results:
         assert result["plan"] == Plan()
         assert "tuning was given up" in result["verdict"].reason
-        assert "OSError: out of paper" in result["verdict"].reason
+        assert ("MemoryError: no" if what == "link" else "OSError: out of paper") in result["verdict"].reason
     assert results[0]["verdict"] == results[1]["verdict"]
 
 
@@ -249,6 +252,80 @@ def tune_deterministically() -> dict[str, Any]:
         return tune({}, steps=10, deterministic=True)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class WithUnused(Wide):
+    """Trains under a static graph only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(64, 64)
+
+
+def tune_with_unused() -> dict[str, Any]:
+    return train({"static_graph": True} | NO_CACHE, steps=80, make_module=WithUnused)
+
+
+def test_what_needs_a_static_graph_keeps_it_in_every_trial(two_ranks: Ranks) -> None:
+    results = two_ranks(tune_with_unused)
+    assert_ranks_equal(results)
+    assert all(trial.plan.static_graph for trial in results[0]["verdict"].trials)
+
+
+class StepsPastLightning(Wide):
+    def __init__(self) -> None:
+        super().__init__(accumulate=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_optimizers_that_are_stepped_unseen(two_ranks: Ranks) -> None:
+    results = two_ranks(past_lightning, NO_CACHE)
+    assert_same_parameters(results, two_ranks(past_lightning, None)[0])
+    assert "no optimizer step through Lightning" in results[0]["verdict"].reason
+
+
+def past_lightning(arguments: dict[str, Any] | None) -> dict[str, Any]:
+    strategy = "ddp" if arguments is None else DDPOptStrategy(**arguments)
+    fitter, module = trainer(strategy, max_epochs=20), StepsPastLightning()
+    fitter.fit(module, data())
+    return {"state": state_of(module), "verdict": getattr(fitter.strategy, "verdict", None)}
+
+
+def find_a_rate_first() -> dict[str, Any]:
+    finder = LearningRateFinder(num_training_steps=20)
+    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
+    module.lr = 0.01
+    fitter = trainer(strategy, max_steps=90, callbacks=[finder], enable_checkpointing=True)
+    fitter.fit(module, data())
+    return {"state": state_of(module), "verdict": strategy.verdict}
+
+
+def test_after_a_learning_rate_finder_it_tunes(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = two_ranks(find_a_rate_first)
+    assert_ranks_equal(results)
+    assert results[0]["verdict"] == results[1]["verdict"] is not None
+    assert results[0]["verdict"].trials
+
+
+def change_and_resume(checkpoint: str) -> Plan:
+    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
+    fitter = trainer(strategy, max_steps=70)
+    fitter.fit(module, data())
+    fitter.save_checkpoint(checkpoint)
+    strategy.change_plan(Plan(bucket_cap_mb=0.1))
+    fitter.fit_loop.epoch_loop.max_steps = 80
+    fitter.fit(module, data(), ckpt_path=checkpoint)
+    return strategy.plan
+
+
+def test_a_plan_of_the_user_holds_when_resuming(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks(change_and_resume, str(tmp_path / "a.ckpt")) == [Plan(bucket_cap_mb=0.1)] * 2
 
 
 class Compiled(Wide):
@@ -397,7 +474,7 @@ def test_a_cached_plan_other_than_the_default_is_verified_on_real_steps(
     if verdict is not None:  # it was verified; else it was slower than the default, and tuning went on
         assert verdict.plan == Plan.from_dict(slower["plan"])
         assert verdict.steps <= 16
-        assert len(verdict.trials) == 2
+        assert verdict.is_verified
 
 
 def tune_with_checkpoints(folder: str, every: int, steps: int) -> dict[str, Any]:

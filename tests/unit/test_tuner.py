@@ -217,7 +217,12 @@ class TestAnEarlierVerdict:
         assert verdict.plan == earlier.plan
         assert verdict.steps <= 16
         assert verdict.reason.startswith("an earlier verdict was verified")
-        assert [trial.plan for trial in verdict.trials] == [Plan(), earlier.plan]
+        assert verdict.is_verified
+        assert [trial.plan for trial in verdict.trials] == [trial.plan for trial in earlier.trials]
+        assert (verdict.timeline, verdict.link) == (earlier.timeline, earlier.link)
+        kept = verdict.trial_of(earlier.plan)
+        assert kept is not None
+        assert len(kept.steps_ms) == 4
 
     def test_that_does_not_hold_any_more(self) -> None:
         earlier = World().tune(CASE)
@@ -227,10 +232,17 @@ class TestAnEarlierVerdict:
         assert len(verdict.trials) >= 3
 
     def test_that_kept_the_default(self) -> None:
-        world = World()
-        verdict = world.tune(replace(CASE, cached=Verdict(Plan(), Plan(), "so it is")))
-        assert not world.commands
-        assert verdict.reason == "an earlier verdict holds: so it is"
+        """It is compared with the best of the others."""
+        alike = World(noise=0.0, change_ms=lambda plan, ms: 100.0 + (plan != Plan()) + 4 * (plan == Plan.stock()))
+        earlier = alike.tune(CASE)
+        assert earlier.plan == Plan()
+        again = alike.tune(replace(CASE, cached=earlier))
+        assert again.is_verified
+        assert again.steps <= 16
+        assert again.plan == Plan()
+        assert World().tune(replace(CASE, cached=earlier)).plan != Plan(), "something is faster now"
+        nothing = World().tune(replace(CASE, cached=Verdict(Plan(), Plan(), "so it is")))
+        assert not nothing.is_verified
 
 
 def measured(steps: list[float], ready: dict[int, float], exposed: float) -> _Measured:
