@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import statistics
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from lightning_ddpopt import DDPOptStrategy, Plan
+from lightning_ddpopt.clock import mark, milliseconds
 from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
 from lightning_ddpopt.tuning.proposals import grid
 from lightning_ddpopt.tuning.simulator import bucket_bytes, buckets_of, simulate
@@ -92,19 +92,9 @@ class Clock(L.Callback):
 
     def steps_ms(self) -> list[float]:
         """The time of each step in ms."""
-        if isinstance(self.marks[0][0], float):
-            return [1000 * (end - start) for start, end in self.marks]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in self.marks]
-
-
-def mark(device: torch.device) -> Any:
-    """Now, on the device."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return [milliseconds(start, end) for start, end in self.marks]
 
 
 def workload(name: str, batch: int, device: torch.device) -> Trained:

@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-import time
 import weakref
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ddpopt.clock import mark
 from lightning_ddpopt.messages import say
 from lightning_ddpopt.profiling.nvtx import after_ddps_end_of_backward
 from lightning_ddpopt.wrapping import bucket_parameters
@@ -89,11 +89,11 @@ class OverlapMonitor(Callback):
         self._forget()
 
     def _mark_last_gradient(self, device: torch.device) -> None:
-        self._last_gradient = _mark(device)
+        self._last_gradient = mark(device)
 
     def _end(self, device: torch.device) -> None:
         if self._last_gradient is not None:
-            self._pending.append((self._last_gradient, _mark(device)))
+            self._pending.append((self._last_gradient, mark(device)))
             self._last_gradient = None
 
     def _read(self, wait: bool) -> None:
@@ -112,11 +112,3 @@ class OverlapMonitor(Callback):
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._wrapper = self._last_gradient = None
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -1,6 +1,5 @@
 """When each gradient becomes ready in backward, without making the host wait for the device."""
 
-import time
 import weakref
 from functools import partial
 from typing import Any
@@ -8,21 +7,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddpopt.clock import mark
 from lightning_ddpopt.wrapping import reduced_parameters
-
-
-def mark(device: torch.device) -> Any:
-    """Now: an event in the device's current stream, on CPU the host's clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(start: Any, end: Any) -> float:
-    """Time between two marks in ms; on a GPU both must have passed."""
-    return 1000 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))
 
 
 class BackwardRecorder:

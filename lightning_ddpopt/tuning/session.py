@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddpopt.clock import mark, milliseconds
 from lightning_ddpopt.plan import Plan
 from lightning_ddpopt.tuning.link import measure_link
-from lightning_ddpopt.tuning.recorder import BackwardRecorder, mark, milliseconds
+from lightning_ddpopt.tuning.recorder import BackwardRecorder
 from lightning_ddpopt.tuning.timeline import Gradient, Timeline
 from lightning_ddpopt.tuning.tuner import Block, Command, Procedure, RunBlock
 from lightning_ddpopt.tuning.verdict import Verdict
