@@ -38,7 +38,7 @@ def tune(arguments: dict[str, Any], steps: int = 80, **settings: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def stock(two_ranks: Ranks) -> dict[int, dict[str, Any]]:
-    return {steps: two_ranks(train, None, steps=steps, make_module=Wide)[0] for steps in (10, 30, 80)}
+    return {steps: two_ranks(train, None, steps=steps, make_module=Wide)[0] for steps in (10, 20, 30, 80)}
 
 
 def assert_same_parameters(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -47,12 +47,12 @@ def assert_same_parameters(results: list[dict[str, Any]], expected: dict[str, An
         np.testing.assert_array_equal(results[0]["state"][name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("steps", [10, 30, 80])
+@pytest.mark.parametrize("steps", [10, 20, 80])
 @pytest.mark.parametrize("tuning", [True, False, "observe"], ids=str)
 def test_the_parameters_are_those_of_stock_ddp(
     two_ranks: Ranks, stock: dict[int, dict[str, Any]], tuning: Any, steps: int
 ) -> None:
-    """With 10 and 30 steps the fit ends in the middle of the tuning."""
+    """With 10 and 20 steps the fit ends in the middle of the tuning."""
     tuning = {"cache": False} if tuning is True else tuning
     results = two_ranks(tune, {"tuning": tuning}, steps=steps)
     assert_same_parameters(results, stock[steps])
@@ -106,7 +106,7 @@ def test_the_verdict(two_ranks: Ranks) -> None:
     assert verdict.trials[0].plan == verdict.default == Plan()
     assert {trial.plan for trial in verdict.trials} >= {Plan(), Plan.stock()}
     assert len(verdict.trials) >= 3
-    assert 40 <= verdict.steps <= 64
+    assert 20 <= verdict.steps <= 64
     assert all(len(trial.steps_ms) >= 4 and min(trial.steps_ms) > 0 for trial in verdict.trials)
     kept = verdict.trial_of(verdict.plan)
     assert first["layout"].bucket_bytes == kept.bucket_bytes
@@ -192,7 +192,7 @@ def test_a_slow_loader_on_one_rank_is_not_seen(two_ranks: Ranks, stock: dict[int
     verdict = results[0]["verdict"]
     assert verdict == results[1]["verdict"]
     assert verdict.trials
-    assert all(trial.median_ms < 20 for trial in verdict.trials)
+    assert all(trial.median_ms < 25 for trial in verdict.trials)
 
 
 def tune_with_uneven_loaders() -> dict[str, Any]:
@@ -241,7 +241,7 @@ def leaves_nothing_behind() -> dict[str, Any]:
 
 def test_nothing_is_left_behind(two_ranks: Ranks) -> None:
     for result in two_ranks(leaves_nothing_behind):
-        assert result["wrappers"] >= 5
+        assert result["wrappers"] >= 3
         assert result["alive"] == 1
         assert result["session"] is None
         assert result["recorders"] == result["closed"] >= 1
@@ -369,7 +369,7 @@ def tune_then_change(at: int) -> dict[str, Any]:
 
 
 def test_change_plan_ends_tuning(two_ranks: Ranks, stock: dict[int, dict[str, Any]]) -> None:
-    results = two_ranks(tune_then_change, 25)
+    results = two_ranks(tune_then_change, 15)
     assert_same_parameters(results, stock[80])
     for result in results:
         assert result["plan"] == Plan(bucket_cap_mb=0.1)
@@ -445,7 +445,8 @@ def test_a_cached_verdict_is_verified(two_ranks: Ranks, stock: dict[int, dict[st
     assert_same_parameters(results, stock[80])
     again = results[0]["verdict"]
     assert again == results[1]["verdict"]
-    if again.plan == first.plan:  # on a busy machine the verification may end otherwise
+    if again.is_verified:  # on a busy machine the comparison may end otherwise
+        assert again.plan == first.plan
         assert again.steps <= 16
         assert "an earlier verdict" in again.reason
     other = two_ranks(tune, arguments | {"static_graph": True})  # another case, another file
@@ -491,10 +492,12 @@ def resume(checkpoint: str, steps: int) -> dict[str, Any]:
 
 def test_resuming_in_and_after_tuning(two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path) -> None:
     whole = two_ranks(tune_with_checkpoints, str(tmp_path), 16, 80)
+    early = torch.load(tmp_path / "step=16.ckpt", weights_only=True)["ddpopt"]
+    assert "verdict" not in early
     assert_same_parameters(whole, stock[80])
-    in_tuning = two_ranks(resume, str(tmp_path / "step=32.ckpt"), 80)
+    in_tuning = two_ranks(resume, str(tmp_path / "step=16.ckpt"), 80)
     assert_same_parameters(in_tuning, stock[80])
-    assert in_tuning[0]["verdict"] is None, "it began anew, and 48 steps were not enough"
+    assert in_tuning[0]["verdict"] == in_tuning[1]["verdict"], "it began anew"
     after = two_ranks(resume, str(tmp_path / "step=64.ckpt"), 80)
     assert_same_parameters(after, stock[80])
     torch.load(tmp_path / "step=64.ckpt", weights_only=True)
@@ -573,7 +576,7 @@ def test_training_that_ends_in_a_later_check_keeps_the_verdict(two_ranks: Ranks)
     results = two_ranks(stop_in_a_check)
     assert_ranks_equal(results)
     for result in results:
-        assert 130 < result["steps"] < 180
+        assert 110 < result["steps"] < 180
         assert result["plan"] == result["verdict"].plan
     assert any("training ended before tuning did" in text for text in results[0]["said"])
 
