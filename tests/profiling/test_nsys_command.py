@@ -173,7 +173,8 @@ def test_a_round_with_torch_profiler(tmp_path: Path) -> None:
     assert following is not None
     analyzed = ddpopt(tmp_path, *following[1].split())
     assert analyzed.returncode == 0, analyzed.stdout + analyzed.stderr
-    assert re.search(r"^0 +2 +\d", analyzed.stdout, re.M), "two steps of rank 0"
+    # Two steps of rank 0; on a busy machine the first may be so slow that it is left out as a start-up step.
+    assert re.search(r"^0 +[12] +\d", analyzed.stdout, re.M)
     assert re.search(r"AllReduce +0 +none +0\.021", analyzed.stdout)
 
 
