@@ -133,8 +133,8 @@ def main() -> int:
         for file in sorted(out.rglob(VERDICT_FILE))[:1]:
             show = [*DDPOPT, "verdict", str(file), f"--png={out / 'verdict.png'}"]
             failed += subprocess.run(show, check=False).returncode != 0
-            print("ddpopt tunes in more warm-up steps than the other rungs have: its loss, accuracy and parameters are of a"
-                  " longer training.")  # fmt: skip
+            print("ddpopt tunes in more warm-up steps than the other rungs have: its loss, accuracy and parameters are"
+                  " of a longer training.")  # fmt: skip
         print(f"records, logs, report and the tuner's verdicts: {out}")
     if failed:
         print(f"{failed} sweeps had failed jobs; their output says which, and why", file=sys.stderr)
