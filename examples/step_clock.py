@@ -6,6 +6,8 @@ from typing import Any
 import lightning as L  # noqa: N812
 import torch
 
+from lightning_ddpopt.clock import mark, milliseconds
+
 
 class StepClock(L.Callback):
     """The time of each step, and the throughput of all timed steps.
@@ -33,7 +35,7 @@ class StepClock(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if self._start is None:
-            self._start = self._mark(trainer)
+            self._start = mark(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self._micro_batches_done += 1
@@ -41,7 +43,7 @@ class StepClock(L.Callback):
             return  # a micro-batch without optimizer step
         self._steps_done = trainer.global_step
         if self.warmup_steps < self._steps_done <= self.warmup_steps + self.steps:
-            self._intervals.append((self._start, self._mark(trainer)))
+            self._intervals.append((self._start, mark(trainer.strategy.root_device)))
             if self._micro_batches_done != self.micro_batches:
                 raise ValueError(f"optimizer step {self._steps_done} had {self._micro_batches_done} micro-batches,"
                                  f" not {self.micro_batches}: choose a batch size and accumulation that split the"
@@ -63,18 +65,9 @@ class StepClock(L.Callback):
             raise ValueError(f"training ended after {self._steps_done} steps, before the last of"
                              f" measure.warmup_steps={self.warmup_steps} and measure.steps={self.steps}:"
                              " raise trainer.max_steps.")  # fmt: skip
-        if isinstance(self._intervals[0][0], float):
-            return [round(1000 * (end - start), 4) for start, end in self._intervals]
-        return [round(start.elapsed_time(end), 4) for start, end in self._intervals]
+        return [round(milliseconds(start, end), 4) for start, end in self._intervals]
 
     def steps_per_s(self) -> float:
         """Timed steps over the wall time they took."""
         start, end = self._wall_s
         return self.steps / (end - start)
-
-    def _mark(self, trainer: L.Trainer) -> Any:
-        if trainer.strategy.root_device.type != "cuda":
-            return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        return mark

@@ -105,7 +105,8 @@ def plan_asked(config: DictConfig, strategy: Any) -> Plan | None:
         return Plan(**({"gradient_as_bucket_view": False} | fields))
     if fields.get("bucket_cap_mb") == "auto":
         fields["bucket_cap_mb"] = None
-    return Plan(**fields, hook=HookSpec(given["comm_hook"], given["comm_hook_options"] or {}))
+    hook = "none" if given["comm_hook"] == "auto" else given["comm_hook"]  # what holds where nothing was tuned
+    return Plan(**fields, hook=HookSpec(hook, given["comm_hook_options"] or {}))
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -134,9 +135,8 @@ def main(config: DictConfig) -> float:
     device = trainer.strategy.root_device
     loss = trainer.strategy.reduce(trainer.callback_metrics["loss"].to(device))
     peak_mib = peak_memory_mib(device)
-    asked = plan_asked(config, strategy)
-    if isinstance(strategy, DDPOptStrategy) and strategy.verdict is not None:
-        asked = strategy.verdict.plan
+    tuned = isinstance(strategy, DDPOptStrategy) and strategy.verdict is not None
+    asked = strategy.verdict.plan if tuned else plan_asked(config, strategy)
     if wrapped.tuning_steps >= config.measure.warmup_steps:
         raise ValueError(f"tuning took {wrapped.tuning_steps} steps or more, and measured steps lie in it: raise"
                          f" measure.warmup_steps={config.measure.warmup_steps}.")  # fmt: skip

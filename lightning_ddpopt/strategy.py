@@ -111,16 +111,16 @@ class DDPOptStrategy(DDPStrategy):
             ddp_comm_state=self._ddp_comm_state,
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
+        self._disabled = _is_disabled()
         is_auto_hook = isinstance(comm_hook, str) and comm_hook == "auto"
         self._tuning = AutoTuning(
-            tuning_options,
+            None if self._disabled else tuning_options,
             self.plan,
             tunes_capacity=plan is None and isinstance(bucket_cap_mb, str),
             hooks=HOOKS_ALLOWED[allow] if is_auto_hook else (),
             ddp_arguments=self._ddp_kwargs,
         )
         self._gradient_check_steps = gradient_check_steps
-        self._disabled = _is_disabled()
         if self._disabled:
             self.plan = Plan.stock()
         elif callable(comm_hook):  # to where Lightning keeps it

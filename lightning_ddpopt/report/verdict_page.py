@@ -43,7 +43,11 @@ def draw(verdict: Verdict, path: str | Path) -> None:
     """
     if verdict.timeline is None or verdict.link is None:
         raise ValueError("this verdict holds no timeline: nothing was tuned there")
-    others = [trial for trial in verdict.trials if trial.plan.bucket_cap_mb != verdict.default.bucket_cap_mb]
+    others = [  # the model knows the bytes of one hook only
+        trial
+        for trial in verdict.trials
+        if trial.plan.bucket_cap_mb != verdict.default.bucket_cap_mb and trial.plan.hook == verdict.default.hook
+    ]
     kept = verdict.trial_of(verdict.plan)
     shown: list[tuple[str, Plan, Trial | None]] = [("default", verdict.default, verdict.trial_of(verdict.default))]
     if kept is not None and kept in others:
@@ -68,7 +72,7 @@ def _draw_step(axes: Axes, verdict: Verdict, plan: Plan) -> None:
     assert verdict.interference is not None
     gradients = verdict.timeline.gradients
     buckets = buckets_of(gradients, plan.bucket_cap_mb)
-    step = simulate(verdict.timeline, buckets, verdict.link, verdict.interference)
+    step = simulate(verdict.timeline, buckets, verdict.link, verdict.interference, verdict.payload_factor)
     end = step.backward_ms + step.exposed_ms
     axes.broken_barh([(0, step.backward_ms)], (1.1, 0.8), color="C4", alpha=0.5)
     axes.text(0, 1.5, " backward", va="center", fontsize=7)

@@ -257,9 +257,10 @@ class AutoTuning:
         if reason is not None:
             self._say_once(f"not tuned: {reason}")
             return
-        if self._hooks:
-            hooks = " and ".join(hook.name for hook in self._hooks)
-            self._say_once(f"comm_hook='auto': after the capacities, trials of {hooks} train lossily for some steps")
+        hooks = self._hooks_for(module)
+        if hooks:
+            names = " and ".join(hook.name for hook in hooks)
+            self._say_once(f"comm_hook='auto': after the capacities, trials of {names} train lossily for some steps")
         options, default = self._options, self._default
         assert options is not None
         gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]
@@ -269,9 +270,9 @@ class AutoTuning:
             default=default,
             total_bytes=sum(p.numel() * p.element_size() for p in gradients),
             stock=stock if is_exact and stock != default else None,
-            hooks=self._hooks,
+            hooks=hooks,
             tunes_capacity=self._tunes_capacity,
-            warmup_steps=max(3, int(default.hook.options.get("start_powerSGD_iter", 0)) + 1),
+            wait_steps=int(default.hook.options.get("start_powerSGD_iter", 0)),
             options=options,
             cached=verify,
         )
@@ -284,6 +285,17 @@ class AutoTuning:
             return Tuner(replace(case, cached=cached)).run()
 
         self.session = TuningSession(procedure, default, group, device)
+
+    def _hooks_for(self, module: LightningModule) -> tuple[HookSpec, ...]:
+        """Those that can carry the module's gradients."""
+        able = []
+        for hook in self._hooks:
+            try:
+                wrapping.check_module(module, replace(self._default, hook=hook), self._ddp_arguments)
+                able.append(hook)
+            except ValueError as error:
+                self._say_once(f"comm_hook='auto': {hook.name} is not tried: {error}")
+        return tuple(able)
 
     def _say_once(self, message: str) -> None:
         if message not in self._told:

@@ -22,7 +22,7 @@ from lightning_ddpopt.tuning.link import measure_link
 from lightning_ddpopt.tuning.recorder import BackwardRecorder
 from lightning_ddpopt.tuning.timeline import Gradient, Timeline
 from lightning_ddpopt.tuning.tuner import Block, Command, Procedure, RunBlock
-from lightning_ddpopt.tuning.verdict import Verdict
+from lightning_ddpopt.tuning.verdict import Verdict, capacity_of
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,6 @@ class TuningSession:
         self._recorder: BackwardRecorder | None = None
         self._failure: str | None = None
         self._overhead_s = 0.0
-        self._steps_in_all = 0
-        self._seconds_in_all = 0.0
         self._payload_bytes: int | None = None
 
     @property
@@ -112,7 +110,9 @@ class TuningSession:
                 step.starts.pop()  # that batch was skipped
             step.starts.append(mark(self._device))
             if len(step.starts) == MOST_BATCHES:
-                raise ValueError(f"no optimizer step through Lightning in {MOST_BATCHES} batches; give bucket_cap_mb")
+                raise ValueError(
+                    f"no optimizer step of Lightning's in {MOST_BATCHES} micro-batches; give bucket_cap_mb"
+                )
             command = self._command
             if isinstance(command, RunBlock) and command.records_backward and len(self._steps) > command.discard:
                 if self._recorder is None or self._recorder.ddp() is not ddp:
@@ -241,9 +241,7 @@ class TuningSession:
             return self._gave_up(f"{type(error).__name__}: {error}")
 
     def _gave_up(self, why: str) -> Verdict:
-        return Verdict(
-            plan=self._keep, default=self._keep, reason=f"torch's default capacity is kept, tuning was given up: {why}"
-        )
+        return Verdict(self._keep, self._keep, reason=f"{capacity_of(self._keep)} is kept, tuning was given up: {why}")
 
     def _measured(self, ddp: DistributedDataParallel) -> _Measured | None:
         """This rank's part of the block."""

@@ -16,9 +16,11 @@ from lightning_ddpopt.tuning.options import TuningOptions
 from lightning_ddpopt.tuning.proposals import propose
 from lightning_ddpopt.tuning.simulator import Interference, buckets_of, fit_interference, simulate
 from lightning_ddpopt.tuning.timeline import Timeline
-from lightning_ddpopt.tuning.verdict import Trial, Verdict
+from lightning_ddpopt.tuning.verdict import Trial, Verdict, capacity_of
 
 MIB = 2**20
+WARMUP_STEPS = 3
+"""Steps at the start that are never timed."""
 MEASURED_STEPS = 4
 """Timed steps of each block of a trial."""
 SMALLEST_BYTES = 256 * 1024
@@ -79,11 +81,6 @@ class Block:
     timeline: Timeline | None = None
     exposed_ms: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """Time of all its steps and of what lies between them."""
-        return self.overhead_s + (sum(self.steps_ms) + sum(self.discarded_ms)) / 1000
-
 
 Command: TypeAlias = RunBlock | MeasureLink
 Procedure: TypeAlias = Generator[Command, Any, Verdict]
@@ -99,7 +96,7 @@ class TuningCase:
         stock: plain stock settings, if they differ from ``default`` and train the same.
         hooks: lossy hooks that may be chosen too.
         tunes_capacity: whether capacities may be changed; else only hooks.
-        warmup_steps: steps at the start of training that are never timed.
+        wait_steps: steps to wait before anything, in which a hook does not compress yet; they cost nothing.
         options: the user's.
         cached: an earlier verdict of the same case, to be verified instead of searched for.
 
@@ -110,7 +107,7 @@ class TuningCase:
     stock: Plan | None = None
     hooks: tuple[HookSpec, ...] = ()
     tunes_capacity: bool = True
-    warmup_steps: int = 3
+    wait_steps: int = 0
     options: TuningOptions = field(default_factory=TuningOptions)
     cached: Verdict | None = None
 
@@ -144,6 +141,8 @@ class Tuner:
         step_ms = statistics.median(first.steps_ms)
         if first.timeline is None:
             return self._keep_default("no backward pass could be measured")
+        if first.payload_bytes is not None:
+            self._payload_factor = first.payload_bytes / case.total_bytes
         if case.options.observe:
             return (yield from self._observe(first))
         if self._headroom_bytes < 1.2 * case.total_bytes:
@@ -191,6 +190,7 @@ class Tuner:
             timeline=earlier.timeline,
             link=earlier.link,
             interference=earlier.interference,
+            payload_factor=earlier.payload_factor,
             is_verified=True,
         )
 
@@ -198,13 +198,14 @@ class Tuner:
 
     def _block(self, plan: Plan, measure: int, *, records_backward: bool = False) -> Generator[Command, Any, Block]:
         discard = 0 if plan == self._wrapped else self._discard(plan)
+        waits = 0
         if self._wrapped is None:
-            discard = max(discard, self.case.warmup_steps)
-        block: Block = yield RunBlock(plan, discard, measure, records_backward)
+            discard, waits = max(discard, WARMUP_STEPS), self.case.wait_steps
+        block: Block = yield RunBlock(plan, waits + discard, measure, records_backward)
         self._wrapped = plan
         self._steps += discard + measure
         self._overhead_s += block.overhead_s
-        self._steps_s += (sum(block.steps_ms) + sum(block.discarded_ms)) / 1000
+        self._steps_s += (sum(block.steps_ms) + sum(block.discarded_ms[waits:])) / 1000
         self._headroom_bytes = min(self._headroom_bytes, block.headroom_bytes)
         return block
 
@@ -224,9 +225,7 @@ class Tuner:
         assert clean.timeline is not None
         # With one bucket no reduction runs before the last gradient is ready: these times are backward's own.
         self.timeline = replace(clean.timeline, forward_ms=first.timeline.forward_ms, rest_ms=first.timeline.rest_ms)
-        if first.payload_bytes is not None:
-            self._payload_factor = first.payload_bytes / self.case.total_bytes
-        largest = max(1, int(self.case.total_bytes * self._payload_factor))
+        largest = self._largest_payload
         self.link = yield MeasureLink(largest, self._link_budget_s(first))
         if self.link.payload_bytes[-1] < largest and clean.exposed_ms > self.link.cost_ms[-1]:
             self.link = self.link.with_point(largest, clean.exposed_ms)
@@ -239,6 +238,10 @@ class Tuner:
             payload_factor=self._payload_factor,
         )
 
+    @property
+    def _largest_payload(self) -> int:
+        return max(1, int(self.case.total_bytes * self._payload_factor))
+
     def _link_budget_s(self, first: Block) -> float:
         steps_s = self.case.options.max_steps * statistics.median(first.steps_ms) / 1000
         return max(LINK_LEAST_SECONDS, min(LINK_SECONDS, LINK_FRACTION * steps_s))
@@ -247,8 +250,8 @@ class Tuner:
         """Nothing is re-wrapped, so that backward's slow-down by reductions cannot be told from its own time."""
         assert first.timeline is not None
         self.timeline = first.timeline
-        self.link = yield MeasureLink(self.case.total_bytes, self._link_budget_s(first))
-        best = propose(self.timeline, self.link, self.interference, most=1)
+        self.link = yield MeasureLink(self._largest_payload, self._link_budget_s(first))
+        best = propose(self.timeline, self.link, self.interference, self._payload_factor, most=1)
         now = self._predict(self.case.default)
         verdict = self._verdict(self.case.default, "observed only")
         if not best or best[0].predicted_ms >= now:
@@ -357,13 +360,13 @@ class Tuner:
     def _reason(self, kept: Plan) -> str:
         if kept == self.case.default:
             tried = len(self._samples) - 1
-            return "no other plan beats torch's default capacity beyond noise" if tried > 0 else "nothing else to try"
+            return f"no other plan beats {capacity_of(kept)} beyond noise" if tried > 0 else "nothing else to try"
         if kept == self.case.stock:
             return "stock settings are the fastest"
         return f"{kept} is the fastest"
 
     def _keep_default(self, reason: str) -> Verdict:
-        return self._verdict(self.case.default, f"torch's default capacity is kept: {reason}")
+        return self._verdict(self.case.default, f"{capacity_of(self.case.default)} is kept: {reason}")
 
     def _verdict(self, kept: Plan, reason: str) -> Verdict:
         seconds = self._steps_s + self._overhead_s
@@ -386,6 +389,7 @@ class Tuner:
             timeline=self.timeline,
             link=self.link,
             interference=self.interference if self.link else None,
+            payload_factor=self._payload_factor,
         )
 
     def _bucket_bytes(self, plan: Plan) -> tuple[int, ...]:

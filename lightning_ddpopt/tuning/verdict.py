@@ -30,6 +30,11 @@ def median_error(values: Sequence[float]) -> float:
     return 1.2533 * 1.4826 * deviation / math.sqrt(len(values))
 
 
+def capacity_of(default: Plan) -> str:
+    """How to call the plan that others are compared with."""
+    return "torch's default capacity" if default.bucket_cap_mb is None else "the given capacity"
+
+
 @dataclass(frozen=True)
 class Trial:
     """One candidate, and the real training steps that it ran.
@@ -72,6 +77,7 @@ class Verdict:
         cost_s: the part of ``seconds`` beyond what as many steps of the default take.
         predicted_gain_ms: with ``observe``, the gain that the model promises; else None.
         timeline, link, interference: the measured model; None where it was not made.
+        payload_factor: bytes on the wire per byte of gradient under the default's hook.
         is_verified: whether it is an earlier verdict that held in a short comparison, whose steps stand in ``trials``.
 
     """
@@ -87,6 +93,7 @@ class Verdict:
     timeline: Timeline | None = None
     link: Link | None = None
     interference: Interference | None = None
+    payload_factor: float = 1.0
     is_verified: bool = False
 
     def trial_of(self, plan: Plan) -> Trial | None:
@@ -104,7 +111,7 @@ class Verdict:
         parts = [self.reason]
         if default is not None and kept is not None and kept is not default:
             parts.append(
-                f"{kept.median_ms:.2f} ms a step instead of {default.median_ms:.2f} by torch's default capacity"
+                f"{kept.median_ms:.2f} ms a step instead of {default.median_ms:.2f} by {capacity_of(self.default)}"
                 f" ({-100 * self.gain_ms / default.median_ms:+.1f} %)"
             )
         if self.steps:
@@ -135,6 +142,7 @@ class Verdict:
             "seconds": self.seconds,
             "cost_s": self.cost_s,
             "predicted_gain_ms": self.predicted_gain_ms,
+            "payload_factor": self.payload_factor,
             "is_verified": self.is_verified,
             "timeline": self.timeline and self.timeline.to_dict(),
             "link": self.link and self.link.to_dict(),
@@ -174,6 +182,7 @@ class Verdict:
                 timeline=data["timeline"] and Timeline.from_dict(data["timeline"]),
                 link=data["link"] and Link.from_dict(data["link"]),
                 interference=data["interference"] and Interference(**data["interference"]),
+                payload_factor=float(data["payload_factor"]),
                 is_verified=bool(data["is_verified"]),
             )
         except (KeyError, TypeError) as error:

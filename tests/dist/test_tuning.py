@@ -5,19 +5,17 @@ import json
 import random
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import LearningRateFinder
 from ranks import Ranks
 from scenarios import Messages, Wide, assert_ranks_equal, data, state_of, train, trainer
 from torch.nn.parallel import DistributedDataParallel
+from tuning_runs import NO_CACHE, assert_same_parameters, stock, tune
 
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
 from lightning_ddpopt.tuning import link as link_module
@@ -25,26 +23,7 @@ from lightning_ddpopt.tuning import session as session_module
 from lightning_ddpopt.tuning.tuner import Tuner
 from lightning_ddpopt.tuning.verdict import Verdict
 
-NO_CACHE = {"tuning": {"cache": False}}
-
-
-def tune(arguments: dict[str, Any], steps: int = 80, **settings: Any) -> dict[str, Any]:
-    """Train a model that can be tuned; also what was said."""
-    messages = Messages()
-    result = train(arguments, steps=steps, make_module=Wide, **settings)
-    messages.close()
-    return result | {"said": messages.texts}
-
-
-@pytest.fixture(scope="module")
-def stock(two_ranks: Ranks) -> dict[int, dict[str, Any]]:
-    return {steps: two_ranks(train, None, steps=steps, make_module=Wide)[0] for steps in (10, 20, 30, 80)}
-
-
-def assert_same_parameters(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    assert_ranks_equal(results)
-    for name, array in expected["state"].items():
-        np.testing.assert_array_equal(results[0]["state"][name], array, err_msg=name)
+__all__ = ["stock"]  # a fixture
 
 
 @pytest.mark.parametrize("steps", [10, 20, 80])
@@ -287,7 +266,7 @@ class StepsPastLightning(Wide):
 def test_optimizers_that_are_stepped_unseen(two_ranks: Ranks) -> None:
     results = two_ranks(past_lightning, NO_CACHE)
     assert_same_parameters(results, two_ranks(past_lightning, None)[0])
-    assert "no optimizer step through Lightning" in results[0]["verdict"].reason
+    assert "no optimizer step of Lightning's" in results[0]["verdict"].reason
 
 
 def past_lightning(arguments: dict[str, Any] | None) -> dict[str, Any]:
@@ -311,21 +290,6 @@ def test_after_a_learning_rate_finder_it_tunes(two_ranks: Ranks, monkeypatch: py
     assert_ranks_equal(results)
     assert results[0]["verdict"] == results[1]["verdict"] is not None
     assert results[0]["verdict"].trials
-
-
-def change_and_resume(checkpoint: str) -> Plan:
-    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
-    fitter = trainer(strategy, max_steps=70)
-    fitter.fit(module, data())
-    fitter.save_checkpoint(checkpoint)
-    strategy.change_plan(Plan(bucket_cap_mb=0.1))
-    fitter.fit_loop.epoch_loop.max_steps = 80
-    fitter.fit(module, data(), ckpt_path=checkpoint)
-    return strategy.plan
-
-
-def test_a_plan_of_the_user_holds_when_resuming(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks(change_and_resume, str(tmp_path / "a.ckpt")) == [Plan(bucket_cap_mb=0.1)] * 2
 
 
 class Compiled(Wide):
@@ -437,92 +401,6 @@ def test_unfrozen_layers_are_tuned_anew(two_ranks: Ranks, at: int) -> None:
     assert results[0]["verdict"].timeline.total_bytes == 286_736, "the verdict is of all layers"
 
 
-def test_a_cached_verdict_is_verified(two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    arguments = {"tuning": {"cache": str(tmp_path)}}
-    first = two_ranks(tune, arguments)[0]["verdict"]
-    (file,) = tmp_path.glob("verdict_*.json")
-    results = two_ranks(tune, arguments)
-    assert_same_parameters(results, stock[80])
-    again = results[0]["verdict"]
-    assert again == results[1]["verdict"]
-    if again.is_verified:  # on a busy machine the comparison may end otherwise
-        assert again.plan == first.plan
-        assert again.steps <= 16
-        assert "an earlier verdict" in again.reason
-    other = two_ranks(tune, arguments | {"static_graph": True})  # another case, another file
-    assert "an earlier verdict" not in other[0]["verdict"].reason
-    assert len(list(tmp_path.glob("verdict_*.json"))) == 2
-    file.write_text("{")
-    results = two_ranks(tune, arguments)
-    assert_same_parameters(results, stock[80])
-    assert any("is ignored" in text for text in results[0]["said"])
-    assert "an earlier verdict" not in results[0]["verdict"].reason
-
-
-def test_a_cached_plan_other_than_the_default_is_verified_on_real_steps(
-    two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path
-) -> None:
-    arguments = {"tuning": {"cache": str(tmp_path)}}
-    two_ranks(tune, arguments)
-    (file,) = tmp_path.glob("verdict_*.json")
-    stored = json.loads(file.read_text())
-    slower = next(trial for trial in stored["verdict"]["trials"] if trial["plan"]["bucket_cap_mb"] is not None)
-    stored["verdict"]["plan"] = slower["plan"]
-    file.write_text(json.dumps(stored))
-    results = two_ranks(tune, arguments, steps=30)
-    assert_same_parameters(results, stock[30])
-    verdict = results[0]["verdict"]
-    if verdict is not None:  # it was verified; else it was slower than the default, and tuning went on
-        assert verdict.plan == Plan.from_dict(slower["plan"])
-        assert verdict.steps <= 16
-        assert verdict.is_verified
-
-
-def tune_with_checkpoints(folder: str, every: int, steps: int) -> dict[str, Any]:
-    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=every)
-    return tune(NO_CACHE, steps=steps, callbacks=[saver], enable_checkpointing=True)
-
-
-def resume(checkpoint: str, steps: int) -> dict[str, Any]:
-    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
-    fitter = trainer(strategy, max_steps=steps)
-    fitter.fit(module, data(), ckpt_path=checkpoint)
-    return {"state": state_of(module), "verdict": strategy.verdict, "plan": strategy.plan}
-
-
-def test_resuming_in_and_after_tuning(two_ranks: Ranks, stock: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    whole = two_ranks(tune_with_checkpoints, str(tmp_path), 16, 80)
-    early = torch.load(tmp_path / "step=16.ckpt", weights_only=True)["ddpopt"]
-    assert "verdict" not in early
-    assert_same_parameters(whole, stock[80])
-    in_tuning = two_ranks(resume, str(tmp_path / "step=16.ckpt"), 80)
-    assert_same_parameters(in_tuning, stock[80])
-    assert in_tuning[0]["verdict"] == in_tuning[1]["verdict"], "it began anew"
-    after = two_ranks(resume, str(tmp_path / "step=64.ckpt"), 80)
-    assert_same_parameters(after, stock[80])
-    torch.load(tmp_path / "step=64.ckpt", weights_only=True)
-    saved = torch.load(tmp_path / "step=64.ckpt", weights_only=True)["ddpopt"]
-    if "verdict" in saved:  # 64 steps are the most that tuning takes
-        assert after[0]["verdict"] == whole[0]["verdict"]
-        assert after[0]["plan"] == whole[0]["plan"]
-
-
-def tune_twice() -> list[Any]:
-    strategy, module = DDPOptStrategy(**NO_CACHE), Wide()
-    fitter, verdicts = trainer(strategy), []
-    for steps in (70, 90):
-        fitter.fit_loop.epoch_loop.max_steps = steps
-        fitter.fit(module, data())
-        verdicts.append((strategy.verdict, strategy.plan))
-    return verdicts
-
-
-def test_a_second_fit_keeps_the_verdict(two_ranks: Ranks) -> None:
-    for first, second in two_ranks(tune_twice):
-        assert first[0] is not None
-        assert first == second
-
-
 @pytest.mark.parametrize("allow", ["quantized", "low_rank"])
 def test_hooks_are_tried_where_they_are_allowed(two_ranks: Ranks, allow: str) -> None:
     arguments = {"comm_hook": "auto", "allow": allow} | NO_CACHE
@@ -554,51 +432,6 @@ def test_candidates_of_the_user(two_ranks: Ranks) -> None:
     assert tried == {None, 0.0001, 0.07}
 
 
-def test_a_later_check(two_ranks: Ranks) -> None:
-    arguments = {"tuning": {"cache": False, "recheck_every_n_steps": 100}}
-    results = two_ranks(tune, arguments, steps=240)
-    assert_same_parameters(results, two_ranks(train, None, steps=240, make_module=Wide)[0])
-    assert results[0]["verdict"] == results[1]["verdict"]
-    assert len([text for text in results[0]["said"] if "tuning took" in text]) == 2
-
-
-class StopsInCheck(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.strategy.verdict is not None and trainer.strategy.is_tuning
-
-
-def stop_in_a_check() -> dict[str, Any]:
-    arguments = {"tuning": {"cache": False, "recheck_every_n_steps": 100}}
-    return tune(arguments, steps=240, callbacks=[StopsInCheck()])
-
-
-def test_training_that_ends_in_a_later_check_keeps_the_verdict(two_ranks: Ranks) -> None:
-    results = two_ranks(stop_in_a_check)
-    assert_ranks_equal(results)
-    for result in results:
-        assert 110 < result["steps"] < 180
-        assert result["plan"] == result["verdict"].plan
-    assert any("training ended before tuning did" in text for text in results[0]["said"])
-
-
-def tune_with_a_logger(folder: str) -> dict[str, Any]:
-    strategy = DDPOptStrategy(**NO_CACHE)
-    fitter = trainer(strategy, max_steps=80, logger=CSVLogger(folder, name="run", version=0))
-    fitter.fit(Wide(), data())
-    return {"plan": strategy.plan, "verdict": strategy.verdict}
-
-
-def test_files_and_metrics(two_ranks: Ranks, tmp_path: Path) -> None:
-    first, _ = two_ranks(tune_with_a_logger, str(tmp_path))
-    folder = tmp_path / "run" / "0" if (tmp_path / "run" / "0").exists() else tmp_path / "run" / "version_0"
-    assert Plan.load(folder / "ddpopt_plan.json") == first["plan"]
-    assert Verdict.load(folder / "ddpopt_verdict.json") == first["verdict"]
-    assert "ddpopt/gain_ms" in (folder / "metrics.csv").read_text()
-    replayed = two_ranks(train, {"plan": str(folder / "ddpopt_plan.json")}, steps=10, make_module=Wide)
-    assert replayed[0]["plan"] == first["plan"]
-    assert replayed[0]["verdict"] is None
-
-
 def test_too_few_gradients_are_left_alone(two_ranks: Ranks) -> None:
     result = two_ranks(train, NO_CACHE, steps=10)[0]
     assert result["verdict"].steps == 0
@@ -609,3 +442,40 @@ def test_three_ranks_agree(three_ranks: Ranks) -> None:
     results = three_ranks(tune, NO_CACHE)
     assert_ranks_equal(results)
     assert results[0]["verdict"] == results[1]["verdict"] == results[2]["verdict"] is not None
+
+
+class ComplexScale(Wide):
+    """A parameter whose gradient a cast would cripple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + (self.turn * (1 + 1j)).imag.mean()
+
+
+def tune_hooks_with_complex_gradients() -> dict[str, Any]:
+    messages = Messages()
+    arguments = {"comm_hook": "auto", "allow": "low_rank"} | NO_CACHE
+    result = train(arguments, steps=110, make_module=ComplexScale)
+    messages.close()
+    result["state"].pop("turn")
+    return result | {"said": messages.texts}
+
+
+def test_hooks_that_cannot_carry_the_gradients_are_not_tried(two_ranks: Ranks) -> None:
+    results = two_ranks(tune_hooks_with_complex_gradients)
+    assert_ranks_equal(results)
+    assert {trial.plan.hook.name for trial in results[0]["verdict"].trials} == {"none"}
+    assert any("bf16 is not tried" in text and "imaginary part" in text for text in results[0]["said"])
+
+
+def test_tuning_waits_for_a_hook_to_compress(two_ranks: Ranks) -> None:
+    arguments = {"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 70}} | NO_CACHE
+    results = two_ranks(tune, arguments, steps=150)
+    assert_ranks_equal(results)
+    verdict = results[0]["verdict"]
+    assert verdict.trials
+    assert verdict.steps <= 64
+    assert verdict.payload_factor < 0.5

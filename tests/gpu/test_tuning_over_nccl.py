@@ -9,9 +9,6 @@ import torch
 from ranks import Ranks
 from scenarios import Wide, assert_ranks_equal, train
 from test_tuning import (
-    NO_CACHE,
-    stock,
-    test_a_cached_plan_other_than_the_default_is_verified_on_real_steps,
     test_a_failure_anywhere_ends_tuning_everywhere,
     test_hooks_are_tried_where_they_are_allowed,
     test_in_every_mode,
@@ -23,6 +20,8 @@ from test_tuning import (
     test_three_ranks_agree,
     test_unfrozen_layers_are_tuned_anew,
 )
+from test_verdicts import test_a_cached_plan_other_than_the_default_is_verified_on_real_steps
+from tuning_runs import NO_CACHE, stock
 
 
 class Overflowing(Wide):

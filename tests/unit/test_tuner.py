@@ -201,6 +201,30 @@ def test_hooks_come_after_the_capacities() -> None:
     assert exact.tune(replace(CASE, hooks=hooks)).plan.hook.name == "none"
 
 
+def test_the_promise_of_observing_knows_the_hooks_bytes() -> None:
+    half = World(payload_bytes=LINE.total_bytes // 2)
+    options = TuningOptions(observe=True)
+    verdict = half.tune(replace(CASE, default=Plan(hook=HookSpec("bf16")), stock=None, options=options))
+    assert verdict.payload_factor == 0.5
+    link = next(command for command in half.commands if isinstance(command, MeasureLink))
+    assert link.largest_bytes == LINE.total_bytes // 2
+
+
+def test_waiting_costs_nothing() -> None:
+    waiting, prompt = World(), World()
+    verdict = waiting.tune(replace(CASE, wait_steps=1000))
+    assert verdict.steps == prompt.tune(CASE).steps
+    assert isinstance(waiting.commands[0], RunBlock)
+    assert waiting.commands[0].discard == 1003
+    assert verdict.seconds < 30
+
+
+def test_a_given_capacity_is_called_so() -> None:
+    world = World(change_ms=lambda plan, ms: 100.0)
+    given = replace(CASE, default=Plan(bucket_cap_mb=9), stock=None, tunes_capacity=False, hooks=(HookSpec("bf16"),))
+    assert "no other plan beats the given capacity" in world.tune(given).reason
+
+
 def test_too_few_gradients() -> None:
     world = World()
     verdict = world.tune(replace(CASE, total_bytes=1000))
