@@ -207,6 +207,10 @@ def leaves_nothing_behind() -> dict[str, Any]:
                 wrappers.append(weakref.ref(trainer.strategy.model))
             seen["alive"] = sum(wrapper() is not None for wrapper in wrappers)
             seen["session"] = trainer.strategy._session
+            seen["marks"] = sum(len(recorder.marks) for recorder in made)
+            if not trainer.strategy.is_tuning:
+                for recorder in made:
+                    recorder.marks = {}
 
     patch.setattr(session_module, "BackwardRecorder", Watched)
     gc.disable()
@@ -224,6 +228,7 @@ def test_nothing_is_left_behind(two_ranks: Ranks) -> None:
         assert result["alive"] == 1
         assert result["session"] is None
         assert result["recorders"] == result["closed"] >= 1
+        assert result["marks"] == 0, "no hook marks gradients any more"
 
 
 def tune_deterministically() -> dict[str, Any]:
