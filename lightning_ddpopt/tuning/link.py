@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 SMALLEST_BYTES = 64 * 1024
 MOST_REPETITIONS = 5
+IN_FLIGHT, IN_FLIGHT_BYTES = 4, 256 * 1024
+"""On CPUs so many all-reduces of up to so many bytes are launched at once, as DDP launches them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def measure_link(
     """Measure all-reduces of fp32 sums. Collective: every rank of ``group`` must call it alike.
 
     Payloads grow by factors of four. Each runs once to warm up and up to five times timed; of each run the time of the
-    rank that came last counts, since it did not wait. Payloads that the budget does not cover are extrapolated.
+    rank that came last counts, since it did not wait. Payloads that the budget does not cover are extrapolated. On CPUs
+    a run of small ones is several at once, and costs the mean: one at a time, most of it is the wait for a thread.
 
     Args:
         group: the process group.
@@ -143,18 +146,18 @@ def measure_link(
     points: list[tuple[int, float]] = []
     spent_ms = 0.0
     for payload in payloads:
-        expected_ms, repetitions = 0.0, MOST_REPETITIONS
+        in_flight = IN_FLIGHT if device.type == "cpu" and payload <= IN_FLIGHT_BYTES else 1
+        repetitions = MOST_REPETITIONS
         if points:
-            expected_ms = points[-1][1] * payload / points[-1][0]
+            expected_ms = in_flight * points[-1][1] * payload / points[-1][0]
             repetitions = min(MOST_REPETITIONS, int((1000 * budget_s - spent_ms) / expected_ms) - 1)
             if repetitions < 1:
                 break
         buffer = whole[: max(1, payload // 4)]
-        for _ in range(1 if points else 3):
-            dist.all_reduce(buffer, group=group)
-        times_ms = _timed(buffer, repetitions, group)
+        _timed(buffer, in_flight, 1 if points else 3, group)
+        times_ms = _timed(buffer, in_flight, repetitions, group)
         least = agree(times_ms, dist.ReduceOp.MIN)
-        spent_ms += agree([sum(times_ms) * (1 + 1 / repetitions)], dist.ReduceOp.MAX)[0]
+        spent_ms += in_flight * agree([sum(times_ms) * (1 + 1 / repetitions)], dist.ReduceOp.MAX)[0]
         points.append((payload, max(statistics.median(least), 1e-6)))
     return Link.of(points)
 
@@ -165,17 +168,19 @@ def _allocate(payload_bytes: int, device: "torch.device") -> "torch.Tensor":
     return torch.zeros(max(1, payload_bytes // 4), dtype=torch.float32, device=device)
 
 
-def _timed(buffer: "torch.Tensor", repetitions: int, group: "dist.ProcessGroup") -> list[float]:
-    """Time of each all-reduce in ms."""
+def _timed(buffer: "torch.Tensor", in_flight: int, repetitions: int, group: "dist.ProcessGroup") -> list[float]:
+    """Time in ms of each of ``repetitions`` runs of ``in_flight`` all-reduces, divided by these."""
     import torch
     import torch.distributed as dist
 
     if buffer.device.type != "cuda":
+        buffers = [buffer, *(torch.zeros_like(buffer) for _ in range(in_flight - 1))]
         times_ms = []
         for _ in range(repetitions):
             started = time.perf_counter()
-            dist.all_reduce(buffer, group=group)
-            times_ms.append(1000 * (time.perf_counter() - started))
+            for work in [dist.all_reduce(one, group=group, async_op=True) for one in buffers]:
+                work.wait()
+            times_ms.append(1000 * (time.perf_counter() - started) / in_flight)
         return times_ms
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
     marks[0].record()

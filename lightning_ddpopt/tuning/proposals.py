@@ -13,6 +13,7 @@ from lightning_ddpopt.tuning.simulator import (
     Interference,
     bucket_bytes,
     buckets_of,
+    end_of_reduction,
     launch_times,
     simulate,
 )
@@ -137,11 +138,11 @@ def _exact(timeline: Timeline, cuts: list[int]) -> Iterator[tuple[float, ...]]:
 def _best_cuts(
     timeline: Timeline, link: Link, interference: Interference, payload_factor: float, surcharge: float
 ) -> list[int]:
-    """Ends of the buckets, in bytes, with which the last reduction ends first; exact without slow-down or surcharge.
+    """Ends of the buckets, in bytes, with which the last reduction ends first; exact without surcharge.
 
-    Dynamic programming over the ends of buckets: the reductions of the first i gradients end at best at
-    ``f(i) = min over j < i of max(f(j), ready(i)) + cost(j..i)``. A slow-down by reductions makes many small ones
-    dear; the surcharge, in parts of the cost of the smallest, stands for that.
+    Dynamic programming over the ends of buckets: the reductions of the first i gradients end at best at ``f(i)``, the
+    least end, over j < i, of a reduction of the gradients j to i that starts at ``max(f(j), ready(i))``. Backward is
+    slowed by reductions, so that many small ones are dear; the surcharge, in parts of the smallest's cost, is for that.
 
     """
     atoms = _atoms(timeline)
@@ -152,8 +153,9 @@ def _best_cuts(
     before = [0] * (len(atoms) + 1)
     for i in range(1, len(atoms) + 1):
         for j in range(i):
-            cost = interference.communication_factor * link.cost((ends[i] - ends[j]) * payload_factor) + extra_ms
-            end = max(finish[j], ready[i - 1]) + cost
+            cost_ms = link.cost((ends[i] - ends[j]) * payload_factor) + extra_ms
+            start_ms = max(finish[j], ready[i - 1])
+            end = end_of_reduction(start_ms, cost_ms, timeline.backward_ms, interference)
             if end < finish[i]:
                 finish[i], before[i] = end, j
     cuts, i = [], len(atoms)

@@ -44,16 +44,16 @@ def buckets_of(gradients: Sequence[Gradient], bucket_cap_mb: float | Sequence[fl
 
 @dataclass(frozen=True)
 class Interference:
-    """How compute and communication disturb each other.
+    """How backward and a reduction slow each other down while both run. After backward a reduction has the link's cost.
 
     Args:
-        backward_slowdown: while a reduction runs, backward takes ``1 + backward_slowdown`` times as long.
-        communication_factor: a reduction in training costs this many times what the link measured.
+        backward_slowdown: backward takes ``1 + backward_slowdown`` times as long then.
+        communication_slowdown: a reduction takes ``1 + communication_slowdown`` times as long then.
 
     """
 
     backward_slowdown: float = 0.0
-    communication_factor: float = 1.0
+    communication_slowdown: float = 0.0
 
 
 NO_INTERFERENCE = Interference()
@@ -87,7 +87,7 @@ def simulate(
     """Run one step.
 
     A bucket's reduction is launched when its gradients are ready and the buckets before it are launched; reductions run
-    one after the other. While one runs, backward is slowed.
+    one after the other. While one runs beside backward, both are slowed.
 
     Args:
         timeline: the step without communication.
@@ -97,30 +97,39 @@ def simulate(
         payload_factor: bytes on the wire per byte of gradient (a hook's).
 
     """
-    stretch = 1 + interference.backward_slowdown
-    now_ms = computed_ms = free_ms = 0.0  # wall time, how much of backward is done by then, when the wire is free
+    slowdown = interference.backward_slowdown
+    sizes = bucket_bytes(timeline.gradients, buckets)
+    launch_ms = end_ms = 0.0  # as if nothing were slowed, that is in ms of work done in backward
+    beside_ms = 0.0  # work that was done in backward beside a reduction
     reductions: list[tuple[float, float]] = []
-
-    def compute_until(target_ms: float) -> None:
-        nonlocal now_ms, computed_ms
-        work_ms = max(0.0, target_ms - computed_ms)
-        slowed_ms = min(work_ms, max(0.0, free_ms - now_ms) / stretch)
-        now_ms += slowed_ms * stretch + (work_ms - slowed_ms)
-        computed_ms += work_ms
-
-    for bucket in buckets:
-        compute_until(max(timeline.gradients[index].ready_ms for index in bucket))
-        size = sum(timeline.gradients[index].payload_bytes for index in bucket)
-        start_ms = max(now_ms, free_ms)
-        free_ms = start_ms + interference.communication_factor * link.cost(size * payload_factor)
-        reductions.append((start_ms, free_ms))
-    compute_until(timeline.backward_ms)
-    exposed_ms = max(0.0, free_ms - now_ms)
-    step_ms = timeline.forward_ms + now_ms + exposed_ms + timeline.rest_ms
-    return Simulation(step_ms, now_ms, exposed_ms, tuple(reductions))
+    for bucket, size in zip(buckets, sizes, strict=True):
+        launch_ms = max(launch_ms, *(timeline.gradients[index].ready_ms for index in bucket))
+        start_ms, before_ms = max(launch_ms, end_ms), beside_ms
+        end_ms = end_of_reduction(start_ms, link.cost(size * payload_factor), timeline.backward_ms, interference)
+        beside_ms += max(0.0, min(end_ms, timeline.backward_ms) - start_ms)
+        reductions.append((start_ms + slowdown * before_ms, end_ms + slowdown * beside_ms))
+    backward_ms = timeline.backward_ms + slowdown * beside_ms
+    exposed_ms = max(0.0, end_ms - timeline.backward_ms)
+    step_ms = timeline.forward_ms + backward_ms + exposed_ms + timeline.rest_ms
+    return Simulation(step_ms, backward_ms, exposed_ms, tuple(reductions))
 
 
-LARGEST_SLOWDOWN, FACTORS = 4.0, (0.2, 5.0)
+def end_of_reduction(start_ms: float, cost_ms: float, backward_ms: float, interference: Interference) -> float:
+    """When a reduction ends, in ms of work done in backward, and in wall time after it.
+
+    Args:
+        start_ms: when it starts, likewise.
+        cost_ms: what it costs alone.
+        backward_ms: all of backward's work.
+        interference: how they disturb each other.
+
+    """
+    work_per_ms = (1 + interference.communication_slowdown) / (1 + interference.backward_slowdown)
+    beside_ms = max(0.0, min(cost_ms * work_per_ms, backward_ms - start_ms))
+    return start_ms + beside_ms + cost_ms - beside_ms / work_per_ms
+
+
+LARGEST_SLOWDOWN = 8.0
 
 
 def fit_interference(
@@ -134,8 +143,9 @@ def fit_interference(
 ) -> Interference:
     """The interference with which :func:`simulate` gives what was measured under ``buckets``.
 
-    Backward's length tells its slow-down, the exposed time what reductions cost; both grow with what they tell, so that
-    bisection finds them, in turn until they settle.
+    Backward's length tells its slow-down, the exposed time that of the reductions; both grow with what they tell, so
+    that bisection finds them, in turn until they settle. Where no reduction waits for another one, the exposed time
+    tells nothing of their slow-down, and backward's alone is fitted.
 
     Args:
         timeline: the step without communication.
@@ -147,25 +157,26 @@ def fit_interference(
 
     """
 
-    def exposed_ms(factor: float, slowdown: float) -> float:
-        return simulate(timeline, buckets, link, Interference(slowdown, factor), payload_factor).exposed_ms
+    def exposed_ms(communication: float, backward: float) -> float:
+        return simulate(timeline, buckets, link, Interference(backward, communication), payload_factor).exposed_ms
 
-    def backward_ms(slowdown: float, factor: float) -> float:
-        return simulate(timeline, buckets, link, Interference(slowdown, factor), payload_factor).backward_ms
+    def backward_ms(backward: float, communication: float) -> float:
+        return simulate(timeline, buckets, link, Interference(backward, communication), payload_factor).backward_ms
 
-    slowdown, factor = 0.0, 1.0
+    backward = communication = 0.0
     for _ in range(20):
-        factor = _bisect(partial(exposed_ms, slowdown=slowdown), measured_exposed_ms, *FACTORS)
-        slowdown = _bisect(partial(backward_ms, factor=factor), measured_backward_ms, 0.0, LARGEST_SLOWDOWN)
-    return Interference(slowdown, factor)
+        communication = _bisect(partial(exposed_ms, backward=backward), measured_exposed_ms)
+        backward = _bisect(partial(backward_ms, communication=communication), measured_backward_ms)
+    return Interference(backward, communication)
 
 
-def _bisect(function: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a growing function reaches ``target``; the nearer end if it does not."""
+def _bisect(function: Callable[[float], float], target: float) -> float:
+    """The slow-down at which a growing function reaches ``target``; the nearest one allowed if it does not."""
+    low, high = 0.0, LARGEST_SLOWDOWN
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < target else (low, middle)
-    return (low + high) / 2
+    return low if low == 0.0 else (low + high) / 2
 
 
 def bucket_bytes(gradients: Sequence[Gradient], buckets: Buckets) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from lightning_ddpopt.tuning.link import Link
 from lightning_ddpopt.tuning.simulator import Interference
 from lightning_ddpopt.tuning.timeline import Timeline
 
-VERDICT_SCHEMA = 1
+VERDICT_SCHEMA = 2
 
 
 def median_error(values: Sequence[float]) -> float:
@@ -147,7 +147,10 @@ class Verdict:
             "timeline": self.timeline and self.timeline.to_dict(),
             "link": self.link and self.link.to_dict(),
             "interference": fit
-            and {"backward_slowdown": fit.backward_slowdown, "communication_factor": fit.communication_factor},
+            and {
+                "backward_slowdown": fit.backward_slowdown,
+                "communication_slowdown": fit.communication_slowdown,
+            },
         }
 
     @classmethod

@@ -28,14 +28,14 @@ FAST = Link.of([(2**16, 0.05), (2**20, 0.055), (2**30, 4.0)])
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("line", [even(30, 4, 2.0), even(300, 0.5, 0.1), even(5, 60, 10)], ids=["30", "300", "5"])
 def test_proposals_are_unlike_each_other_and_the_default(line: Timeline, most: int, link: Link) -> None:
-    proposals = propose(line, link, Interference(0.2, 1.1), most=most)
+    proposals = propose(line, link, Interference(0.2, 0.1), most=most)
     layouts = [proposal.buckets for proposal in proposals]
     assert 1 <= len(proposals) <= most
     assert len(set(layouts)) == len(layouts)
     assert buckets_of(line.gradients, None) not in layouts
     for proposal in proposals:
         assert buckets_of(line.gradients, proposal.bucket_cap_mb) == proposal.buckets
-        again = simulate(line, proposal.buckets, link, Interference(0.2, 1.1))
+        again = simulate(line, proposal.buckets, link, Interference(0.2, 0.1))
         assert (again.step_ms, again.exposed_ms) == (proposal.predicted_ms, proposal.exposed_ms)
 
 
@@ -102,21 +102,26 @@ def test_a_list_where_it_pays() -> None:
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     gaps=st.lists(st.integers(0, 9), min_size=8, max_size=8),
     latency=st.sampled_from([0.1, 2.0, 10.0]),
+    slowdown=st.sampled_from([0.0, 1.5]),
 )
-def test_the_programme_finds_the_best_partition(sizes: list[int], gaps: list[int], latency: float) -> None:
+def test_the_programme_finds_the_best_partition(
+    sizes: list[int], gaps: list[int], latency: float, slowdown: float
+) -> None:
     ready = list(itertools.accumulate(gaps[: len(sizes)]))
     made = tuple(Gradient(str(i), 1000 * s, float(r)) for i, (s, r) in enumerate(zip(sizes, ready, strict=True)))
     line = Timeline(made, 0.0, float(ready[-1]), 0.0)
     link = Link.of([(1, latency), (1000, latency + 1), (100_000, latency + 50)])
 
+    interference = Interference(0.0, slowdown)
+
     def step_of(cuts: tuple[int, ...]) -> float:
         ends = [*cuts, len(sizes)]
         buckets = tuple(tuple(range(start, end)) for start, end in itertools.pairwise([0, *ends]))
-        return simulate(line, buckets, link).step_ms
+        return simulate(line, buckets, link, interference).step_ms
 
     everywhere = range(1, len(sizes))
     best = min(step_of(cuts) for count in range(len(sizes)) for cuts in itertools.combinations(everywhere, count))
-    ends_bytes = _best_cuts(line, link, Interference(), 1.0, 0.0)
+    ends_bytes = _best_cuts(line, link, interference, 1.0, 0.0)
     totals = list(itertools.accumulate(1000 * size for size in sizes))
     ours = step_of(tuple(totals.index(end) + 1 for end in ends_bytes[:-1]))
     assert ours == pytest.approx(best)
@@ -124,5 +129,5 @@ def test_the_programme_finds_the_best_partition(sizes: list[int], gaps: list[int
 
 def test_thousands_of_gradients_are_no_matter() -> None:
     line = even(2000, 0.05, 0.02)
-    proposals = propose(line, SLOW, Interference(0.3, 1.0))
+    proposals = propose(line, SLOW, Interference(0.3))
     assert sum(bucket_bytes(line.gradients, proposals[0].buckets)) == line.total_bytes

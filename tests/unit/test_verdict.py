@@ -24,7 +24,7 @@ VERDICT = Verdict(
     cost_s=0.25,
     timeline=Timeline((Gradient("a", 12, 1.0),), 1.0, 2.0, 3.0),
     link=Link((1,), (1.0,)),
-    interference=Interference(0.1, 2.0),
+    interference=Interference(0.1, 0.5),
 )
 KEY = {"parameters": "abc", "world_size": 2}
 
