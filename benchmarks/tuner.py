@@ -5,12 +5,15 @@ One process per GPU, or per host on CPUs, under torchrun:
     torchrun --nproc-per-node 2 benchmarks/tuner.py --workload vit_l_32 --batch 32 --out record.jsonl
 
 1. tune: one fit with `DDPOptStrategy()`; its verdict.
-2. grid: every capacity that gives a layout of its own, torch's default, and the verdict's plan, in interleaved blocks
-   of one fit: in each repeat every plan is wrapped anew, three steps are left out and the next ones timed.
+2. grid: every capacity that gives a layout of its own, torch's default and the verdict's plan; with `--rungs` also the
+   article's rungs, before. Each repeat is one fit in which every plan is wrapped anew for a block: three steps are left
+   out and the next ones timed. Every other repeat runs them in the opposite order.
 3. claim: one fit each of stock `ddp` and of the verdict's plan, interleaved.
 
-A step is timed from before the forward to after the optimizer step, by CUDA events or a clock; its figure is that of
-the rank that waited least. Inputs lie on the device. Lines: the environment, the verdict, then one per block.
+A step is timed from before the forward to after the optimizer step, by CUDA events or a clock. `steps_ms` are those
+of the rank that waited least, `slowest_ms` of the one that waited most. Inputs lie on the device. With `--seconds` no
+repeat is begun that would end later, and the summary says how many there were. Lines: the environment, the verdict,
+then one per block.
 """
 
 import argparse
@@ -19,9 +22,12 @@ import json
 import logging
 import os
 import statistics
+import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L  # noqa: N812
 import torch
@@ -32,7 +38,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from lightning_ddpopt import DDPOptStrategy, Plan
+from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
 from lightning_ddpopt.clock import mark, milliseconds
 from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
 from lightning_ddpopt.tuning.proposals import grid
@@ -40,6 +46,8 @@ from lightning_ddpopt.tuning.simulator import bucket_bytes, buckets_of, simulate
 from lightning_ddpopt.tuning.verdict import Verdict
 
 LEFT_OUT = 3
+ONE_BUCKET = 2000
+Lines: TypeAlias = list[dict[str, Any]]
 
 
 class Trained(L.LightningModule):
@@ -113,8 +121,38 @@ def workload(name: str, batch: int, device: torch.device) -> Trained:
     return Trained(net, images, torch.randint(0, classes, (batch,), device=device))
 
 
-def fit(strategy: Strategy, module: Trained, steps: int, clock: Clock) -> list[float]:
-    """Train; for each step its time on the rank that waited least, in ms."""
+@dataclass(frozen=True)
+class Times:
+    """Of each step in ms: on the rank that waited least, and on the one that waited most."""
+
+    least: list[float]
+    slowest: list[float]
+
+    def line(self, steps: slice) -> dict[str, Any]:
+        """These steps, as a part of a line of the record."""
+        return {"steps_ms": self.least[steps], "slowest_ms": self.slowest[steps]}
+
+
+class Deadline:
+    """When the last repeat must have ended; rank 0's clock counts.
+
+    Args:
+        seconds: from now; 0: never.
+
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + (seconds or float("inf"))
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so much can still be done; the same on all ranks."""
+        answer = [time.monotonic() + seconds <= self.at]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+
+def fit(strategy: Strategy, module: Trained, steps: int, clock: Clock) -> Times:
+    """Train."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = L.Trainer(
         accelerator="gpu" if module.inputs.device.type == "cuda" else "cpu",
@@ -135,11 +173,12 @@ def fit(strategy: Strategy, module: Trained, steps: int, clock: Clock) -> list[f
     own = clock.steps_ms()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    return [round(min(times), 3) for times in zip(*gathered, strict=True)]
+    by_step = list(zip(*gathered, strict=True))
+    return Times([round(min(times), 3) for times in by_step], [round(max(times), 3) for times in by_step])
 
 
-def run_grid(verdict: Verdict, module: Trained, repeats: int, steps: int) -> list[dict[str, Any]]:
-    """Every plan of the grid in each repeat; one line for each block."""
+def plans_of_the_grid(verdict: Verdict) -> list[Plan]:
+    """The verdict's plan, the default, and one for each other layout of a single capacity."""
     assert verdict.timeline is not None
     default = verdict.default
     by_layout: dict[Any, Plan] = {}
@@ -147,38 +186,55 @@ def run_grid(verdict: Verdict, module: Trained, repeats: int, steps: int) -> lis
     for capacity in capacities:
         plan = Plan(default.static_graph, default.gradient_as_bucket_view, capacity, default.hook)
         by_layout.setdefault(buckets_of(verdict.timeline.gradients, capacity), plan)
-    plans = list(by_layout.values())
-    schedule = [plan for repeat in range(repeats) for plan in (plans if repeat % 2 == 0 else plans[::-1])]
-    # The last plan of a repeat is the first of the next one: without a re-wrap it has nothing to leave out, but does.
+    return list(by_layout.values())
+
+
+def rungs(verdict: Verdict) -> dict[str, Plan]:
+    """The article's rungs of several ranks (see conf/experiment), and compression in the buckets that were found."""
+    powersgd = HookSpec("powersgd", {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2})
+    return {
+        "ddp_default": Plan(gradient_as_bucket_view=False),
+        "ddp": Plan(gradient_as_bucket_view=False, bucket_cap_mb=ONE_BUCKET),
+        "static_graph": Plan(static_graph=True, gradient_as_bucket_view=False, bucket_cap_mb=ONE_BUCKET),
+        "bucket_view": Plan(static_graph=True, bucket_cap_mb=ONE_BUCKET),
+        "bf16": Plan(static_graph=True, bucket_cap_mb=ONE_BUCKET, hook=HookSpec("bf16")),
+        "powersgd": Plan(static_graph=True, bucket_cap_mb=ONE_BUCKET, hook=powersgd),
+        "ddpopt": verdict.plan,
+        "ddpopt bf16": replace(verdict.plan, hook=HookSpec("bf16")),
+    }
+
+
+def run_blocks(part: str, plans: dict[str, Plan], module: Trained, verdict: Verdict, repeat: int, steps: int) -> Lines:
+    """One fit with a block of each plan."""
+    assert verdict.timeline is not None
+    order = list(plans) if repeat % 2 == 0 else list(plans)[::-1]
     block = LEFT_OUT + steps
+    schedule = [plans[name] for name in order]
     strategy = DDPOptStrategy(plan=schedule[0], gradient_check_steps=0)
     times = fit(strategy, module, block * len(schedule), Clock(schedule, block))
     lines = []
-    for index, plan in enumerate(schedule):
+    for index, (name, plan) in enumerate(zip(order, schedule, strict=True)):
         buckets = buckets_of(verdict.timeline.gradients, plan.bucket_cap_mb)
         predicted = None
-        if verdict.link is not None and verdict.interference is not None:
+        is_exact = plan.hook == verdict.default.hook
+        if is_exact and verdict.link is not None and verdict.interference is not None:
             predicted = round(simulate(verdict.timeline, buckets, verdict.link, verdict.interference).step_ms, 3)
+        sizes = list(bucket_bytes(verdict.timeline.gradients, buckets))
         lines.append(
-            {
-                "part": "grid",
-                "repeat": index // len(plans),
-                "plan": plan.to_dict(),
-                "buckets": list(bucket_bytes(verdict.timeline.gradients, buckets)),
-                "predicted_ms": predicted,
-                "steps_ms": times[block * index + LEFT_OUT : block * (index + 1)],
-            }
+            {"part": part, "name": name, "repeat": repeat, "plan": plan.to_dict(), "buckets": sizes}
+            | {"predicted_ms": predicted}
+            | times.line(slice(block * index + LEFT_OUT, block * (index + 1)))
         )
     return lines
 
 
-def run_claim(verdict: Verdict, module: Trained, repeat: int, steps: int) -> list[dict[str, Any]]:
+def run_claim(verdict: Verdict, module: Trained, repeat: int, steps: int) -> Lines:
     """One fit of stock `ddp`, and one of the verdict's plan."""
     lines = []
     for variant in ("ddp", "tuned"):
         strategy = DDPStrategy() if variant == "ddp" else DDPOptStrategy(plan=verdict.plan, gradient_check_steps=0)
-        times = fit(strategy, module, 12 + steps, Clock())[12:]
-        lines.append({"part": "claim", "variant": variant, "repeat": repeat, "steps_ms": times})
+        times = fit(strategy, module, 12 + steps, Clock())
+        lines.append({"part": "claim", "variant": variant, "repeat": repeat} | times.line(slice(12, None)))
     return lines
 
 
@@ -188,17 +244,45 @@ def ranks_of(values: list[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
 
 
-def summary(verdict: Verdict, lines: list[dict[str, Any]]) -> str:
-    """The grid with predictions, what the tuner recovered of its gap, and the claim."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+def summary_of_rungs(lines: Lines) -> list[str]:
+    """Each rung beside stock `ddp` in one bucket, the article's first."""
+    medians: dict[str, list[float]] = {}
+    for line in lines:
+        if line["part"] == "rungs":
+            medians.setdefault(line["name"], []).append(statistics.median(line["steps_ms"]))
+    if not medians:
+        return []
+    text = [f"{'rung':>22}{'median ms':>11}{'min':>9}{'max':>9}{'speed, ddp = 1':>16}   {len(medians['ddp'])} repeats"]
+    for name, values in medians.items():
+        middle = statistics.median(values)
+        speed = statistics.median(ddp / value for ddp, value in zip(medians["ddp"], values, strict=True))
+        text.append(f"{name:>22}{middle:11.2f}{min(values):9.2f}{max(values):9.2f}{speed:16.3f}")
+    return text
+
+
+def summary(verdict: Verdict, lines: Lines) -> str:
+    """The rungs, the grid with predictions, what the tuner recovered of its gap, and the claim."""
+    text = [*summary_of_rungs(lines), *summary_of_the_grid(verdict, lines), *summary_of_the_claim(lines)]
+    text.append(
+        f"tuning: {verdict.steps} steps, {verdict.seconds:.2f} s, cost {verdict.cost_s:.2f} s; {verdict.reason}"
+    )
+    return "\n".join(text)
+
+
+def summary_of_the_grid(verdict: Verdict, lines: Lines) -> list[str]:
+    """Each capacity, and what the tuner recovered of the gap between the default and the best."""
+    rows: dict[str, Lines] = {}
     for line in lines:
         if line["part"] == "grid":
             rows.setdefault(json.dumps(line["plan"]), []).append(line)
+    if not rows:
+        return []
     medians = {key: statistics.median(s for line in part for s in line["steps_ms"]) for key, part in rows.items()}
     predicted = {key: part[0]["predicted_ms"] for key, part in rows.items()}
     default = json.dumps(verdict.default.to_dict())
     tuned = json.dumps(verdict.plan.to_dict())
-    text = [f"{'capacity':>22}{'buckets':>9}{'median ms':>11}{'predicted':>11}"]
+    repeats = len(next(iter(rows.values())))
+    text = [f"{'capacity':>22}{'buckets':>9}{'median ms':>11}{'predicted':>11}   {repeats} repeats"]
     for key, part in rows.items():
         cap = part[0]["plan"]["bucket_cap_mb"]
         name = f"list of {len(cap)}" if isinstance(cap, list) else "torch's default" if cap is None else f"{cap:g}"
@@ -215,6 +299,12 @@ def summary(verdict: Verdict, lines: list[dict[str, Any]]) -> str:
         winner = min(medians, key=lambda key: medians[key])
         gains = predicted[default] - predicted[winner], medians[default] - medians[winner]
         text.append(f"gain of the grid's best: predicted {gains[0]:.2f} ms, measured {gains[1]:.2f} ms")
+    return text
+
+
+def summary_of_the_claim(lines: Lines) -> list[str]:
+    """Lightning's stock `ddp` and the verdict's plan, and their paired difference."""
+    text = []
     claims: dict[str, list[float]] = {}
     for line in lines:
         if line["part"] == "claim":
@@ -223,11 +313,8 @@ def summary(verdict: Verdict, lines: list[dict[str, Any]]) -> str:
         paired = [tuned_ms - ddp_ms for ddp_ms, tuned_ms in zip(claims["ddp"], claims["tuned"], strict=True)]
         for name, values in (*claims.items(), ("tuned - ddp, paired", paired)):
             middle = statistics.median(values)
-            text.append(f"{name:>22}: {middle:.2f} ms ({min(values):.2f} to {max(values):.2f})")
-    text.append(
-        f"tuning: {verdict.steps} steps, {verdict.seconds:.2f} s, cost {verdict.cost_s:.2f} s; {verdict.reason}"
-    )
-    return "\n".join(text)
+            text.append(f"{name:>22}: {middle:.2f} ms ({min(values):.2f} to {max(values):.2f}), {len(values)} repeats")
+    return text
 
 
 def environment(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -254,11 +341,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--grid-steps", type=int, default=6, help="timed steps of each block of the grid; 0: no grid")
     parser.add_argument("--claim-steps", type=int, default=30, help="timed steps of each fit of the claim; 0: no claim")
+    parser.add_argument("--rungs", action="store_true", help="the article's rungs too, before the grid")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no repeat that would end later; 0: no limit")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--note", default="", help="what else a reader must know, such as the wire between hosts")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     arguments = parser.parse_args()
+    deadline = Deadline(arguments.seconds)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -270,9 +360,9 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     module = workload(arguments.workload, arguments.batch, device)
 
-    lines: list[dict[str, Any]] = []
+    lines: Lines = []
 
-    def keep(new: list[dict[str, Any]]) -> None:
+    def keep(new: Lines) -> None:
         """Append to the record what is done, so that a run cut short leaves it."""
         lines.extend(line for line in new if "part" in line)
         if dist.get_rank() == 0:
@@ -287,12 +377,23 @@ def main() -> None:
     times = fit(strategy, module, 72, Clock())
     verdict = strategy.verdict
     assert verdict is not None, "tuning did not end in 72 steps"
-    keep([{"part": "tune", "verdict": verdict.to_dict(), "steps_ms": times}])
+    keep([{"part": "tune", "verdict": verdict.to_dict()} | times.line(slice(None))])
+    parts: list[Callable[[int], Lines]] = []
+    if arguments.rungs:
+        parts.append(lambda repeat: run_blocks("rungs", rungs(verdict), module, verdict, repeat, arguments.grid_steps))
     if arguments.grid_steps:
-        keep(run_grid(verdict, module, arguments.repeats, arguments.grid_steps))
+        plans = {str(plan.bucket_cap_mb): plan for plan in plans_of_the_grid(verdict)}
+        parts.append(lambda repeat: run_blocks("grid", plans, module, verdict, repeat, arguments.grid_steps))
     if arguments.claim_steps:
+        parts.append(lambda repeat: run_claim(verdict, module, repeat, arguments.claim_steps))
+    for part in parts:
+        took = 0.0
         for repeat in range(arguments.repeats):
-            keep(run_claim(verdict, module, repeat, arguments.claim_steps))
+            if not deadline.allows(took):
+                break
+            began = time.monotonic()
+            keep(part(repeat))
+            took = time.monotonic() - began
     if dist.get_rank() == 0:
         print(f"== {arguments.workload} batch {arguments.batch} {arguments.note}")
         print(summary(verdict, lines))

@@ -121,3 +121,19 @@ class Ranks:
                 process.join()
             connection.close()
         self._processes, self._connections = [], []
+
+
+def nccl_ranks(world_size: int) -> Ranks:
+    """Ranks over NCCL. Where there are fewer GPUs, they share the first, as hosts of their own joined by sockets."""
+    import torch
+
+    if torch.cuda.device_count() >= world_size:
+        return Ranks(world_size, "nccl")
+    # NCCL refuses two ranks on one GPU of one host; with host identities of their own they are two hosts to it.
+    variables = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
+    return Ranks(
+        world_size,
+        "nccl",
+        nodes=world_size,
+        rank_environment=lambda rank: variables | {"NCCL_HOSTID": f"host{rank}"},
+    )

@@ -23,8 +23,8 @@ CAPACITIES_MB = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 PARTS = (2, 3, 4, 6, 8, 12, 16, 32)
 """A model is also split into about so many buckets: small ones need capacities that no list foresees."""
 SMALLEST_MB = 1 / 16
-ALIKE_MS, ALIKE_BUCKETS = 0.003, 1.5
-"""Two capacities are alike if they predict the same within 0.3 % and their numbers of buckets within a factor 1.5."""
+ALIKE_MS, ALIKE_BUCKETS = 0.003, 1.25
+"""Two capacities are alike if they predict the same within 0.3 % and their numbers of buckets within a factor 1.25."""
 LIST_GAIN = 0.02
 MOST_ATOMS = 250
 
@@ -70,7 +70,8 @@ def propose(
     """The best candidates, best first, none with the layout of torch's default capacity.
 
     They are single capacities of unlike layouts; a capacity for each bucket replaces the last of them only where it
-    promises 2 % over the best single one.
+    promises 2 % over the best single one. The model knows what a reduction costs, not what a bucket costs beside it:
+    so one of several has at most half as many buckets as the first, if such a one promises anything.
 
     Args:
         timeline: the step without communication.
@@ -96,13 +97,17 @@ def propose(
         is_new = all(single.buckets != other.buckets for other in [default, *chosen])
         if len(chosen) < most and is_new and (capacities or not any(_are_alike(single, other) for other in chosen)):
             chosen.append(single)
-    if capacities or len({gradient.dtype for gradient in timeline.gradients}) > 1:
+    if capacities:
         return chosen
     best_single = min(default, singles[0], key=lambda one: one.predicted_ms)
-    lists = [proposal(caps) for caps in _lists(timeline, link, interference, payload_factor, best_single)]
-    best_list = min(lists, key=lambda one: one.predicted_ms, default=None)
-    if best_list is not None and best_list.predicted_ms <= (1 - LIST_GAIN) * best_single.predicted_ms:
-        chosen = [best_list, *chosen[: most - 1]]
+    if len({gradient.dtype for gradient in timeline.gradients}) == 1:
+        lists = [proposal(caps) for caps in _lists(timeline, link, interference, payload_factor, best_single)]
+        best_list = min(lists, key=lambda one: one.predicted_ms, default=None)
+        if best_list is not None and best_list.predicted_ms <= (1 - LIST_GAIN) * best_single.predicted_ms:
+            chosen = [best_list, *chosen[: most - 1]]
+    few = [one for one in singles if 2 * len(one.buckets) <= len(chosen[0].buckets)] if chosen else []
+    if most > 1 and few and few[0] not in chosen and few[0].predicted_ms < default.predicted_ms:
+        chosen = [*chosen[: most - 1], few[0]]
     return chosen
 
 

@@ -1,24 +1,9 @@
-"""Ranks over NCCL. With one GPU the two ranks are two "nodes" that share it, joined by sockets."""
+"""The fixtures of ranks, over NCCL."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
-import torch
-from ranks import Ranks
-
-
-def nccl_ranks(world_size: int) -> Ranks:
-    if torch.cuda.device_count() >= world_size:
-        return Ranks(world_size, "nccl")
-    # NCCL refuses two ranks on one GPU of one host; with host identities of their own they are two hosts to it.
-    variables = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
-    return Ranks(
-        world_size,
-        "nccl",
-        nodes=world_size,
-        rank_environment=lambda rank: variables | {"NCCL_HOSTID": f"host{rank}"},
-    )
+from ranks import Ranks, nccl_ranks
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddpopt.tuning.link import Link
-from lightning_ddpopt.tuning.proposals import LIST_GAIN, _best_cuts, grid, propose
+from lightning_ddpopt.tuning.proposals import LIST_GAIN, Proposal, _are_alike, _best_cuts, grid, propose
 from lightning_ddpopt.tuning.simulator import Interference, bucket_bytes, buckets_of, simulate
 from lightning_ddpopt.tuning.timeline import Gradient, Timeline
 
@@ -131,3 +131,27 @@ def test_thousands_of_gradients_are_no_matter() -> None:
     line = even(2000, 0.05, 0.02)
     proposals = propose(line, SLOW, Interference(0.3))
     assert sum(bucket_bytes(line.gradients, proposals[0].buckets)) == line.total_bytes
+
+
+def test_one_of_several_has_at_most_half_the_buckets_of_the_first() -> None:
+    """What a bucket costs beside its reduction is not in the model: the trials must be able to see it."""
+    for mib in (0.5, 1, 2):
+        line = even(64, mib, 1.0)
+        wire = Link.of([(2**16, 0.06 * mib), (2**20, 0.9), (2**26, 57.6)])
+        first, *others = propose(line, wire, most=3)
+        default_ms = simulate(line, buckets_of(line.gradients, None), wire).step_ms
+        few = [p.predicted_ms for p in others if 2 * len(p.buckets) <= len(first.buckets)]
+        layouts = [buckets_of(line.gradients, cap) for cap in grid(line)]
+        fewer = [simulate(line, one, wire).step_ms for one in layouts if 2 * len(one) <= len(first.buckets)]
+        assert min(few) == min(fewer) < default_ms
+
+
+@pytest.mark.parametrize(
+    ("counts", "predicted_ms", "alike"),
+    [((3, 4), (100.0, 100.1), False), ((9, 10), (100.0, 100.1), True), ((9, 10), (100.0, 101.0), False)],
+)
+def test_what_is_alike(counts: tuple[int, int], predicted_ms: tuple[float, float], alike: bool) -> None:
+    """24 and 32 MiB of resnet50 are 4 and 3 buckets; they predict the same, and 32 was 2.4 ms faster."""
+    one, other = (Proposal(1.0, ((0,),) * n, ms, 0.0) for n, ms in zip(counts, predicted_ms, strict=True))
+    assert _are_alike(one, other) is alike
+    assert _are_alike(other, one) is alike
