@@ -16,6 +16,7 @@ lines are kept in the folder, and the table as `scaling.md` beside the article's
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,16 +45,28 @@ ARTICLE = {  # steps/s relative to one GPU with 8 GPUs: (g6e, L40S on PCIe; p4d,
 
 
 def run(command: list[str], seconds: float, log: Path, variables: dict[str, str]) -> str:
-    """Run, with all output kept in ``log``; an empty string, or what went wrong."""
+    """Run, with all output kept in ``log``; an empty string, or what went wrong. Nothing is left running."""
     with log.open("w", encoding="utf-8") as out:
+        environment = {**os.environ, **variables}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         try:
-            environment = {**os.environ, **variables}
-            done = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=seconds, check=False
-            )
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"ran out of its {seconds:.0f} s; see {log.name}"
-    return f"exit status {done.returncode}; see {log.name}" if done.returncode else ""
+        finally:  # Ctrl-C and SIGTERM too
+            end(process)
+    return f"exit status {status}; see {log.name}" if status else ""
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask the process to end, so that it ends its ranks; they are in sessions of their own."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def torchrun(count: int, script: str, *arguments: str) -> list[str]:
@@ -137,6 +150,7 @@ def main() -> int:
     counts = [int(count) for count in arguments.counts.split(",")] if arguments.counts else [num_gpus, num_gpus // 2]
     counts = sorted({count for count in counts if count > 1}, reverse=True)
     transports = arguments.transports.split(",") if arguments.device == "cuda" else ["gloo"]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds as Ctrl-C does
     deadline = time.monotonic() + 60 * arguments.minutes
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)

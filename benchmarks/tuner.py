@@ -72,6 +72,32 @@ class Trained(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
+class Gpt(nn.Module):
+    """A small decoder-only transformer that predicts the next token.
+
+    Args:
+        depth, width: layers, and the size of each token's vector; heads have 64.
+        tokens, context: size of the vocabulary, and tokens of a sequence.
+
+    """
+
+    def __init__(self, depth: int, width: int, tokens: int = 8192, context: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of (batch, tokens of the vocabulary, position), as cross_entropy takes them."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        outputs = self.layers(self.embedding(tokens) + self.position, mask=mask, is_causal=True)
+        return self.head(outputs).transpose(1, 2)  # type: ignore[no-any-return]
+
+
 class Clock(L.Callback):
     """Marks each step; changes to the next plan of a schedule at the start of its block.
 
@@ -112,6 +138,10 @@ def workload(name: str, batch: int, device: torch.device) -> Trained:
         depth, width = map(int, name.removeprefix("mlp_").split("x"))
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         return Trained(nn.Sequential(*layers), torch.randn(batch, width, device=device), None)
+    if name.startswith("gpt_"):  # gpt_DEPTHxWIDTH
+        gpt = Gpt(*map(int, name.removeprefix("gpt_").split("x")))
+        tokens = torch.randint(0, 8192, (batch, 513), device=device)
+        return Trained(gpt, tokens[:, :-1], tokens[:, 1:])
     if name == "vit_tiny":  # that of conf/model/vit_tiny.yaml
         net: nn.Module = VisionTransformer(8, 2, 4, 4, 128, 256, num_classes=10)
         images, classes = torch.randn(batch, 3, 8, 8, device=device), 10
@@ -335,7 +365,9 @@ def environment(arguments: argparse.Namespace, device: torch.device) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="vit_l_32", help="mlp_DEPTHxWIDTH, vit_tiny, or a torchvision model")
+    parser.add_argument(
+        "--workload", default="vit_l_32", help="mlp_DEPTHxWIDTH, gpt_DEPTHxWIDTH, vit_tiny, or a torchvision model"
+    )
     parser.add_argument("--batch", type=int, default=32, help="samples per rank")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)

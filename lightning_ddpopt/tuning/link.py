@@ -153,7 +153,7 @@ def measure_link(
             repetitions = min(MOST_REPETITIONS, int((1000 * budget_s - spent_ms) / expected_ms) - 1)
             if repetitions < 1:
                 break
-        buffer = whole[: max(1, payload // 4)]
+        buffer = whole[: max(1, payload // 4)].zero_()
         _timed(buffer, in_flight, 1 if points else 3, group)
         times_ms = _timed(buffer, in_flight, repetitions, group)
         least = agree(times_ms, dist.ReduceOp.MIN)
@@ -165,7 +165,7 @@ def measure_link(
 def _allocate(payload_bytes: int, device: "torch.device") -> "torch.Tensor":
     import torch
 
-    return torch.zeros(max(1, payload_bytes // 4), dtype=torch.float32, device=device)
+    return torch.empty(max(1, payload_bytes // 4), dtype=torch.float32, device=device)
 
 
 def _timed(buffer: "torch.Tensor", in_flight: int, repetitions: int, group: "dist.ProcessGroup") -> list[float]:

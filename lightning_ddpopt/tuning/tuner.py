@@ -27,8 +27,12 @@ SMALLEST_BYTES = 256 * 1024
 """Gradients below it are not tuned: every layout is bound by the latency of one or two reductions."""
 LINK_SECONDS, LINK_FRACTION, LINK_LEAST_SECONDS = 2.0, 0.05, 0.1
 """Measuring the link may take this long: 2 s, 5 % of what the steps of tuning take, but at least 0.1 s."""
-SIGMAS, LEAST_GAIN = 2.5, 0.005
-"""A plan beats the default if its median is lower by 2.5 standard errors of the difference, and by 0.5 %."""
+SIGMAS, LEAST_GAIN = 2.0, 0.005
+"""A plan beats the default if its median is lower by 2 standard errors of the difference, and by 0.5 %."""
+OUT_SIGMAS, OUT_GAIN = 2.5, 0.01
+"""A plan is tried no longer if the best one beats it by so much."""
+SURE_SIGMAS = 5.0
+"""Trials end before their time if the best one beats the default by so much."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,7 @@ class Tuner:
                 self._samples.setdefault(plan, []).extend(block.steps_ms)
             rounds += 1
             alive = [plan for plan in alive if plan == reference or not self._is_out(plan, alive)]
-            if rounds >= 2 and len(alive) == 2 and self._beats(alive[1], reference, sigmas=2 * SIGMAS):
+            if rounds >= 2 and len(alive) == 2 and self._beats(alive[1], reference, sigmas=SURE_SIGMAS):
                 break
             if len(alive) > 2 and not self._has_room_for(alive, until):
                 alive = [reference, min(alive[1:], key=lambda plan: statistics.median(self._samples[plan]))]
@@ -346,7 +350,7 @@ class Tuner:
 
     def _is_out(self, plan: Plan, alive: Sequence[Plan]) -> bool:
         best = min(alive, key=lambda other: statistics.median(self._samples[other]))
-        return self._beats(best, plan, least_gain=0.01)
+        return self._beats(best, plan, sigmas=OUT_SIGMAS, least_gain=OUT_GAIN)
 
     def _beats(self, plan: Plan, other: Plan, *, sigmas: float = SIGMAS, least_gain: float = LEAST_GAIN) -> bool:
         """Whether ``plan`` is faster than ``other`` beyond noise."""

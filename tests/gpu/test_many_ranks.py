@@ -24,13 +24,16 @@ def many_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def test_with_the_layout_of_stock_the_bits_of_stock(many_ranks: Ranks) -> None:
-    """Another layout sums in another order, and differs by rounding: 20 steps of it stay below 1e-4."""
+    """Another layout sums in another order, if only in the first steps, as that of a static graph does.
+
+    That differs by rounding, and 20 steps of it stay below 1e-4.
+    """
     stock = many_ranks(train, None, make_module=Wide)
     assert_ranks_equal(stock)
     for arguments in ({"bucket_cap_mb": None}, {"bucket_cap_mb": None, "static_graph": True}, {"bucket_cap_mb": 0.05}):
         ours = many_ranks(train, arguments, make_module=Wide)
         assert_ranks_equal(ours)
-        tolerance = 0.0 if arguments["bucket_cap_mb"] is None else 1e-4
+        tolerance = 0.0 if arguments == {"bucket_cap_mb": None} else 1e-4
         for name, array in stock[0]["state"].items():
             np.testing.assert_allclose(ours[0]["state"][name], array, rtol=0, atol=tolerance, err_msg=name)
 
