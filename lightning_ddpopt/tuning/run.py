@@ -35,9 +35,15 @@ HOOKS_ALLOWED: Mapping[str, tuple[HookSpec, ...]] = {
 PLAN_FILE, VERDICT_FILE = "ddpopt_plan.json", "ddpopt_verdict.json"
 
 
-def reason_not_to_tune(module: LightningModule, plan: Plan, ddp_arguments: Mapping[str, Any]) -> str | None:
-    """Why trials would be wrong for this run, in words that follow "not tuned: "; None where they are right."""
-    if torch.are_deterministic_algorithms_enabled():
+def reason_not_to_tune(
+    module: LightningModule, plan: Plan, ddp_arguments: Mapping[str, Any], *, observes: bool
+) -> str | None:
+    """Why trials would be wrong for this run, in words that follow "not tuned: "; None where they are right.
+
+    ``observes`` is true where nothing is to be re-wrapped.
+
+    """
+    if torch.are_deterministic_algorithms_enabled() and not observes:
         return (
             "Trainer(deterministic=...) asks for runs that repeat, and a choice made by timing may differ; give"
             " bucket_cap_mb, or plan with the file of an earlier verdict"
@@ -61,21 +67,45 @@ def reason_not_to_tune(module: LightningModule, plan: Plan, ddp_arguments: Mappi
 
 
 def facts_of(
-    module: nn.Module, default: Plan, world_size: int, hooks: Sequence[HookSpec], options: TuningOptions | None
+    module: LightningModule,
+    default: Plan,
+    hooks: Sequence[HookSpec],
+    options: TuningOptions | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """What a verdict depends on as far as all ranks see it alike: parameters, settings, number of ranks."""
+    """All that a verdict depends on: parameters, settings, machine and versions, as rank 0 of ``group`` sees them.
+
+    Collective. Plain values, to be compared, and kept in JSON and checkpoints.
+
+    """
     parameters = [
         [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
         for _, parameter in wrapping.reduced_parameters(module)
     ]
-    return {
+    peers: list[bool] = []
+    if device.type == "cuda":
+        others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+        peers = [torch.cuda.can_device_access_peer(device, other) for other in others]
+    facts = {
         "parameters": hashlib.sha256(json.dumps(parameters).encode()).hexdigest(),
         "settings": default.to_dict(),
         "hooks": [hook.name for hook in hooks],
-        "world_size": world_size,
         "observes": options is not None and options.observe,
         "candidates": list(options.candidates or ()) if options is not None else [],
+        "precision": str(module.trainer.precision),
+        "micro_batches": module.trainer.accumulate_grad_batches,
+        "world_size": group.size(),
+        "nodes": module.trainer.num_nodes,
+        "backend": dist.get_backend(group),
+        "device": device_name(device),
+        "peers": peers,
+        "variables": dict(exchange_variables()),
+        "versions": dict(versions()),
     }
+    agreed = [facts]
+    dist.broadcast_object_list(agreed, src=dist.get_global_rank(group, 0), group=group)
+    return agreed[0]
 
 
 MOST_RETUNINGS = 4
@@ -109,7 +139,8 @@ class AutoTuning:
         self._options, self._default, self._tunes_capacity, self._hooks = options, default, tunes_capacity, hooks
         self._facts: Mapping[str, Any] = {}
         self._tuned_facts: Mapping[str, Any] | None = None
-        self._verdict_step = self._retunings = 0
+        self._verdict_step: int | None = None  # when it was found or last checked; unknown of a run before
+        self._retunings = 0
         self._told: set[str] = set()
 
     @property
@@ -135,14 +166,14 @@ class AutoTuning:
         self._options = None
 
     def begin(self, module: LightningModule, group: dist.ProcessGroup, device: torch.device) -> Plan:
-        """Begin with a fit, or keep the verdict of an earlier one that trained the same parameters.
+        """Begin with a fit, or keep the verdict of an earlier one, or of a checkpoint's, that was the same. Collective.
 
         Returns:
             the plan to begin with.
 
         """
         self._retunings = 0
-        self._facts = facts_of(module, self._default, group.size(), self._hooks, self._options)
+        self._facts = facts_of(module, self._default, self._hooks, self._options, group, device)
         if self._tuned_facts == self._facts and self.verdict is not None:
             return self.verdict.plan
         self.verdict = self._tuned_facts = None
@@ -150,12 +181,12 @@ class AutoTuning:
         return self._default
 
     def begin_anew(self, module: LightningModule, group: dist.ProcessGroup, device: torch.device) -> Plan:
-        """Other gradients are exchanged from now on: tune anew, but not for ever."""
+        """Other gradients are exchanged from now on: tune anew, but not for ever. Collective."""
         self.stop()
         self.verdict = self._tuned_facts = None
         self._retunings += 1
         if self._retunings <= MOST_RETUNINGS:
-            self._facts = facts_of(module, self._default, group.size(), self._hooks, self._options)
+            self._facts = facts_of(module, self._default, self._hooks, self._options, group, device)
             self._start(module, group, device)
         else:
             self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
@@ -192,7 +223,7 @@ class AutoTuning:
         if verdict.trials and not verdict.is_verified and trainer.is_global_zero:
             cache = cache_of(self._options)
             if cache is not None:
-                cache.store(cache_key(trainer, self._facts, ddp.device), verdict)
+                cache.store(self._facts, verdict)
         return verdict.plan
 
     def stop(self) -> Plan | None:
@@ -232,6 +263,8 @@ class AutoTuning:
 
     def _is_check_due(self, plan: Plan, step: int) -> bool:
         every = self._options.recheck_every_n_steps if self._options is not None else None
+        if self._verdict_step is None:
+            self._verdict_step = step
         is_idle = self.session is None and self.verdict is not None and plan == self.verdict.plan
         return every is not None and is_idle and step - self._verdict_step >= every
 
@@ -253,7 +286,9 @@ class AutoTuning:
             uses_cache: whether to look into the cache.
 
         """
-        reason = reason_not_to_tune(module, self._default, self._ddp_arguments)
+        options, default = self._options, self._default
+        assert options is not None
+        reason = reason_not_to_tune(module, default, self._ddp_arguments, observes=options.observe)
         if reason is not None:
             self._say_once(f"not tuned: {reason}")
             return
@@ -261,8 +296,6 @@ class AutoTuning:
         if hooks:
             names = " and ".join(hook.name for hook in hooks)
             self._say_once(f"comm_hook='auto': after the capacities, trials of {names} train lossily for some steps")
-        options, default = self._options, self._default
-        assert options is not None
         gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]
         stock = replace(default, gradient_as_bucket_view=False)  # static or not: without it, such a model may not train
         is_exact = default.hook.name == "none" and self._tunes_capacity
@@ -281,7 +314,7 @@ class AutoTuning:
         def procedure() -> Procedure:
             cached = verify
             if uses_cache and (cache := cache_of(options)) is not None:
-                cached = cache.load(cache_key(module.trainer, facts, device))
+                cached = cache.load(facts)
             return Tuner(replace(case, cached=cached)).run()
 
         self.session = TuningSession(procedure, default, group, device)
@@ -311,25 +344,6 @@ def cache_of(options: TuningOptions) -> VerdictCache | None:
         return VerdictCache(default_folder() if options.cache is True else options.cache)
     except RuntimeError:  # no home directory
         return None
-
-
-def cache_key(trainer: Trainer, facts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """All that a verdict depends on; of the machine as rank 0 sees it."""
-    peers: list[bool] = []
-    if device.type == "cuda":
-        others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-        peers = [torch.cuda.can_device_access_peer(device, other) for other in others]
-    return {
-        **facts,
-        "nodes": trainer.num_nodes,
-        "precision": str(trainer.precision),
-        "micro_batches": trainer.accumulate_grad_batches,
-        "backend": dist.get_backend(),
-        "device": device_name(device),
-        "peers": peers,
-        "variables": dict(exchange_variables()),
-        "versions": dict(versions()),
-    }
 
 
 def announce(trainer: Trainer, verdict: Verdict) -> None:

@@ -252,6 +252,20 @@ def tune_deterministically() -> dict[str, Any]:
         torch.use_deterministic_algorithms(False)
 
 
+def observe_deterministically() -> dict[str, Any]:
+    try:
+        return tune({"tuning": "observe"}, steps=30, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_observing_is_no_matter_for_a_deterministic_run(two_ranks: Ranks, stock: dict[int, dict[str, Any]]) -> None:
+    results = two_ranks(observe_deterministically)
+    assert_same_parameters(results, stock[30])
+    assert results[0]["verdict"].reason.startswith("observed only")
+    assert results[0]["plan"] == Plan()
+
+
 class WithUnused(Wide):
     """Trains under a static graph only."""
 

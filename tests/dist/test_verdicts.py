@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
+import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from ranks import Ranks
-from scenarios import Wide, assert_ranks_equal, data, state_of, train, trainer
+from scenarios import Messages, Wide, assert_ranks_equal, data, state_of, train, trainer
 from tuning_runs import NO_CACHE, assert_same_parameters, stock, tune
 
 from lightning_ddpopt import DDPOptStrategy, Plan
+from lightning_ddpopt.tuning import run as run_module
 from lightning_ddpopt.tuning.verdict import Verdict
 
 __all__ = ["stock"]  # a fixture
@@ -101,6 +104,40 @@ def test_resuming_in_and_after_tuning(two_ranks: Ranks, stock: dict[int, dict[st
     if "verdict" in saved:  # 64 steps are the most that tuning takes
         assert after[0]["verdict"] == whole[0]["verdict"]
         assert after[0]["plan"] == whole[0]["plan"]
+
+
+def resume_elsewhere(checkpoint: str, device: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:  # whose machine counts
+            patch.setattr(run_module, "device_name", lambda _: device)
+        return resume(checkpoint, 120)
+
+
+def test_the_verdict_of_another_machine_is_not_taken_over(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(tune_with_checkpoints, str(tmp_path), 70, 70)
+    saved = torch.load(tmp_path / "step=70.ckpt", weights_only=True)["ddpopt"]
+    verdict = Verdict.from_dict(saved["verdict"])
+    assert [one["verdict"] for one in two_ranks(resume_elsewhere, str(tmp_path / "step=70.ckpt"), "CPU")] == [
+        verdict
+    ] * 2
+    results = two_ranks(resume_elsewhere, str(tmp_path / "step=70.ckpt"), "another one")
+    assert_ranks_equal(results)
+    assert results[0]["verdict"] == results[1]["verdict"] != verdict
+
+
+def resume_with_checks(checkpoint: str, steps: int) -> list[str]:
+    strategy, messages = DDPOptStrategy(tuning={"cache": False, "recheck_every_n_steps": 100}), Messages()
+    fitter = trainer(strategy, max_steps=steps)
+    fitter.fit(Wide(), data(), ckpt_path=checkpoint)
+    messages.close()
+    return [text for text in messages.texts if "tuning took" in text]
+
+
+def test_the_first_check_of_a_resumed_run_waits_its_time(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(tune_with_checkpoints, str(tmp_path), 70, 70)
+    checkpoint = str(tmp_path / "step=70.ckpt")
+    assert not two_ranks(resume_with_checks, checkpoint, 70 + 98)[0]
+    assert len(two_ranks(resume_with_checks, checkpoint, 70 + 100 + 64 + 6)[0]) >= 1
 
 
 def tune_twice() -> list[Any]:
