@@ -4,13 +4,14 @@
     python benchmarks/scaling.py --out FOLDER --counts 8 --transports net --minutes 9   # a part, for more repeats
 
 1. one GPU: no DDP, stock `ddp`, and ours (`compare_stock.py`).
-2. for half of the GPUs and all of them, over P2P, SHM and NET: the tuner, the article's rungs, the grid of capacities,
+2. for all of the GPUs and half of them, over P2P, SHM and NET: the tuner, the article's rungs, the grid of capacities,
    and the tuned plan beside Lightning's `ddp` (`tuner.py --rungs`). Each gets a share of the time, NET the largest, and
-   begins no repeat that would exceed it; the table says how many repeats there were, and a claim needs five.
+   begins nothing that would exceed it. The table says how many repeats there were. A claim needs five: on eight GPUs
+   over NET, where a step takes half a second and more, that is a call of its own.
 3. `pytest tests/gpu/test_many_ranks.py`, with `--tests`.
 
-A part that fails or runs out of time is named at the end, and makes the exit status 1. All that was printed and all raw
-lines are kept in the folder, and the table as `scaling.md` beside the article's figures.
+What fails, runs out of time or took another transport is named at the end, and makes the exit status 1. All that was
+printed and all raw lines are kept in the folder, and the table as `scaling.md` beside the article's figures.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,19 +30,30 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-TRANSPORTS = {
+TRANSPORTS = {  # as conf/transport has them
     "p2p": {},
     "shm": {"NCCL_P2P_DISABLE": "1"},
-    "net": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    "net": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "FI_EFA_ENABLE_SHM_TRANSFER": "0"},
 }
-WEIGHTS = {"p2p": 1.0, "shm": 1.3, "net": 3.0}
+WEIGHTS = {"p2p": 1.5, "shm": 1.5, "net": 3.0}
 START_S = 25.0
 """What a job takes beside its repeats: starting processes and the model."""
-ALONE_S, TESTS_S = 60.0, 90.0
-ARTICLE = {  # steps/s relative to one GPU with 8 GPUs: (g6e, L40S on PCIe; p4d, A100 on NVLink)
-    "ddp": ("0.16", "0.92"),
-    "bf16": ("0.26", "slower than ddp"),
-    "powersgd": ("0.84", ""),
+SHORTEST_S = START_S + 10.0
+ALONE_S, TESTS_S = 120.0, 120.0
+TORCHRUN_S = 40.0
+"""torchrun gives its ranks 30 s to end before it kills them."""
+ARTICLE = {  # one of eight GPUs against one alone: A100 on NVLink is P2P here, L40S on PCIe as slow as NET
+    ("p2p", "ddp"): "0.92",
+    ("p2p", "bf16"): "below ddp",
+    ("net", "ddp"): "0.16",
+    ("net", "bf16"): "0.26",
+    ("net", "powersgd"): "0.84",
+}
+NAMES = {
+    "ddp_default": "ddp_default: torch's capacity",
+    "ddp": "ddp: one bucket",
+    "ddp (claim)": "Lightning's ddp, 30 steps a repeat",
+    "tuned (claim)": "ddpopt, 30 steps a repeat",
 }
 
 
@@ -63,7 +76,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(20)
+            process.wait(TORCHRUN_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -126,11 +139,25 @@ def table(out: Path, counts: list[int], transports: list[str], batch: int) -> st
                 spread = f"{step_ms:.2f} ({min(values):.2f} to {max(values):.2f})"
                 images = 1000 * batch * count / step_ms
                 share = f"{single / step_ms:.3f}" if single else ""
-                seen = " / ".join(filter(None, ARTICLE.get(name, ()))) if count == 8 else ""
-                text.append(
-                    f"| {count} | {transport} | {name} | {spread} | {len(values)} | {images:.0f} | {share} | {seen} |"
-                )
+                seen = ARTICLE.get((transport, name), "") if count == 8 else ""
+                what = f"| {count} | {transport} | {NAMES.get(name, name)} | {spread} | {len(values)} |"
+                text.append(f"{what} {images:.0f} | {share} | {seen} |")
     return "\n".join(text)
+
+
+def measure(arguments: argparse.Namespace, count: int, transport: str, seconds: float) -> str:
+    """Everything at one GPU count over one transport; an empty string, or what went wrong."""
+    if seconds < SHORTEST_S:
+        return "no time left"
+    name = f"{count}_ranks_{transport}"
+    asked = ["--transport", transport] if transport in TRANSPORTS else []
+    command = torchrun(count, "tuner.py", "--rungs", *asked, "--workload", arguments.workload,
+                       "--batch", str(arguments.batch), "--device", arguments.device, "--commit", arguments.commit,
+                       "--seconds", f"{seconds - START_S:.0f}", "--note", f"{count} ranks, transport {transport}",
+                       "--out", str(arguments.out / f"{name}.jsonl"))  # fmt: skip
+    with tempfile.TemporaryDirectory() as logs:  # of NCCL, which tell the transport in fact
+        log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{logs}/%h.%p.log"}
+        return run(command, seconds + 10, arguments.out / f"{name}.log", TRANSPORTS.get(transport, {}) | log)
 
 
 def main() -> int:
@@ -149,40 +176,38 @@ def main() -> int:
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.counts.split(",")] if arguments.counts else [num_gpus, num_gpus // 2]
     counts = sorted({count for count in counts if count > 1}, reverse=True)
-    transports = arguments.transports.split(",") if arguments.device == "cuda" else ["gloo"]
+    transports = arguments.transports.split(",")
+    if unknown := sorted(set(transports) - set(TRANSPORTS)):
+        parser.error(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
+    if arguments.device == "cuda" and max(counts, default=0) > num_gpus:
+        parser.error(f"--counts: {max(counts)} ranks need as many GPUs, and there are {num_gpus}")
+    if arguments.device == "cpu":
+        transports = ["gloo"]
+        if not counts:
+            parser.error("--counts: on CPUs give a number of two or more ranks")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds as Ctrl-C does
     deadline = time.monotonic() + 60 * arguments.minutes
-    out = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for earlier in (*arguments.out.glob("*_ranks_*.jsonl"), arguments.out / "alone.jsonl"):
+        earlier.unlink(missing_ok=True)  # it would stand in this table
     problems: dict[str, str] = {}
-
-    def left(reserved: float = 0.0) -> float:
-        return float(deadline - time.monotonic() - reserved)
-
     if arguments.device == "cuda":
         command = torchrun(1, "compare_stock.py", "--model", arguments.workload, "--batch", str(arguments.batch),
                            "--repeats", "3", "--variants", "single", "ddpopt",
-                           "--out", str(out / "alone.jsonl"))  # fmt: skip
-        problems["one GPU"] = run(command, 2 * ALONE_S, out / "alone.log", {})
+                           "--out", str(arguments.out / "alone.jsonl"))  # fmt: skip
+        problems["one GPU"] = run(command, ALONE_S, arguments.out / "alone.log", {})
     jobs = [(count, transport) for count in counts for transport in transports]
     weights = [WEIGHTS.get(transport, 1.0) for _, transport in jobs]
     for index, (count, transport) in enumerate(jobs):
-        share_s = left(TESTS_S if arguments.tests else 0.0) * weights[index] / sum(weights[index:])
-        name = f"{count}_ranks_{transport}"
-        command = torchrun(count, "tuner.py", "--rungs", "--workload", arguments.workload,
-                           "--batch", str(arguments.batch), "--device", arguments.device, "--commit", arguments.commit,
-                           "--seconds", f"{share_s - START_S:.0f}", "--note", f"{count} ranks, transport {transport}",
-                           "--out", str(out / f"{name}.jsonl"))  # fmt: skip
-        problems[name] = "no time left" if share_s <= 2 * START_S else ""
-        problems[name] = problems[name] or run(
-            command, share_s + START_S, out / f"{name}.log", TRANSPORTS.get(transport, {})
-        )
-        print(f"{name}: {problems[name] or 'done'}, {left():.0f} s left", flush=True)
+        left_s = deadline - time.monotonic() - (TESTS_S if arguments.tests else 0.0)
+        problem = measure(arguments, count, transport, left_s * weights[index] / sum(weights[index:]))
+        problems[f"{count} ranks over {transport}"] = problem
+        print(f"{count} ranks over {transport}: {problem or 'done'}", flush=True)
     if arguments.tests:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(HERE.parent / "tests/gpu/test_many_ranks.py")]
-        problems["tests"] = run(command, max(10.0, left()), out / "tests.log", {})
-    text = table(out, counts, transports, arguments.batch)
-    (out / "scaling.md").write_text(text + "\n", encoding="utf-8")
+        problems["tests"] = run(command, max(10.0, deadline - time.monotonic()), arguments.out / "tests.log", {})
+    text = table(arguments.out, counts, transports, arguments.batch)
+    (arguments.out / "scaling.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     failed = {name: problem for name, problem in problems.items() if problem}
     for name, problem in failed.items():

@@ -11,9 +11,9 @@ One process per GPU, or per host on CPUs, under torchrun:
 3. claim: one fit each of stock `ddp` and of the verdict's plan, interleaved.
 
 A step is timed from before the forward to after the optimizer step, by CUDA events or a clock. `steps_ms` are those
-of the rank that waited least, `slowest_ms` of the one that waited most. Inputs lie on the device. With `--seconds` no
-repeat is begun that would end later, and the summary says how many there were. Lines: the environment, the verdict,
-then one per block.
+of the rank that waited least, `slowest_ms` of the one that waited most. Inputs lie on the device. Rungs, claim and grid
+take turns. With `--seconds` nothing is begun that would end later; the summary says how many repeats there were, and a
+part without any makes the run fail. Lines: the environment, the verdict, then one per block.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,11 +42,12 @@ from torchvision.models import VisionTransformer
 from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
 from lightning_ddpopt.clock import mark, milliseconds
 from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
+from lightning_ddpopt.machine.transport import is_transport, transports_of_this_process
 from lightning_ddpopt.tuning.proposals import grid
 from lightning_ddpopt.tuning.simulator import bucket_bytes, buckets_of, simulate
 from lightning_ddpopt.tuning.verdict import Verdict
 
-LEFT_OUT = 3
+LEFT_OUT, CLAIM_LEFT_OUT = 3, 12
 ONE_BUCKET = 2000
 Lines: TypeAlias = list[dict[str, Any]]
 
@@ -263,9 +265,16 @@ def run_claim(verdict: Verdict, module: Trained, repeat: int, steps: int) -> Lin
     lines = []
     for variant in ("ddp", "tuned"):
         strategy = DDPStrategy() if variant == "ddp" else DDPOptStrategy(plan=verdict.plan, gradient_check_steps=0)
-        times = fit(strategy, module, 12 + steps, Clock())
-        lines.append({"part": "claim", "variant": variant, "repeat": repeat} | times.line(slice(12, None)))
+        times = fit(strategy, module, CLAIM_LEFT_OUT + steps, Clock())
+        lines.append({"part": "claim", "variant": variant, "repeat": repeat} | times.line(slice(CLAIM_LEFT_OUT, None)))
     return lines
+
+
+def transports_of_all_ranks() -> list[str]:
+    """What NCCL's logs name; none where there are none."""
+    named: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(named, transports_of_this_process())
+    return sorted({transport for transports in named for transport in transports})
 
 
 def ranks_of(values: list[float]) -> list[float]:
@@ -373,6 +382,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--grid-steps", type=int, default=6, help="timed steps of each block of the grid; 0: no grid")
     parser.add_argument("--claim-steps", type=int, default=30, help="timed steps of each fit of the claim; 0: no claim")
+    parser.add_argument("--transport", choices=("p2p", "shm", "net"), help="fail if NCCL's log names another one")
     parser.add_argument("--rungs", action="store_true", help="the article's rungs too, before the grid")
     parser.add_argument("--seconds", type=float, default=0, help="begin no repeat that would end later; 0: no limit")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
@@ -409,27 +419,41 @@ def main() -> None:
     times = fit(strategy, module, 72, Clock())
     verdict = strategy.verdict
     assert verdict is not None, "tuning did not end in 72 steps"
-    keep([{"part": "tune", "verdict": verdict.to_dict()} | times.line(slice(None))])
-    parts: list[Callable[[int], Lines]] = []
+    transports = transports_of_all_ranks()
+    keep([{"part": "tune", "verdict": verdict.to_dict(), "transports": transports} | times.line(slice(None))])
+    if arguments.transport and not (transports and all(is_transport(one, arguments.transport) for one in transports)):
+        named = ", ".join(transports) or "nothing (NCCL_DEBUG=INFO NCCL_DEBUG_FILE=DIR/%h.%p.log)"
+        raise SystemExit(f"transport {arguments.transport} was asked for, and NCCL's log names {named}")
+    # What a repeat of each part does, how many steps it takes, and how often it was done.
+    parts: dict[str, tuple[Callable[[int], Lines], int]] = {}
+    block = LEFT_OUT + arguments.grid_steps
     if arguments.rungs:
-        parts.append(lambda repeat: run_blocks("rungs", rungs(verdict), module, verdict, repeat, arguments.grid_steps))
+        chosen = rungs(verdict)
+        do_rungs = partial(run_blocks, "rungs", chosen, module, verdict, steps=arguments.grid_steps)
+        parts["rungs"] = do_rungs, len(chosen) * block
+    if arguments.claim_steps:
+        do_claim = partial(run_claim, verdict, module, steps=arguments.claim_steps)
+        parts["claim"] = do_claim, 2 * (CLAIM_LEFT_OUT + arguments.claim_steps)
     if arguments.grid_steps:
         plans = {str(plan.bucket_cap_mb): plan for plan in plans_of_the_grid(verdict)}
-        parts.append(lambda repeat: run_blocks("grid", plans, module, verdict, repeat, arguments.grid_steps))
-    if arguments.claim_steps:
-        parts.append(lambda repeat: run_claim(verdict, module, repeat, arguments.claim_steps))
-    for part in parts:
-        took = 0.0
-        for repeat in range(arguments.repeats):
-            if not deadline.allows(took):
-                break
-            began = time.monotonic()
-            keep(part(repeat))
-            took = time.monotonic() - began
+        do_grid = partial(run_blocks, "grid", plans, module, verdict, steps=arguments.grid_steps)
+        parts["grid"] = do_grid, len(plans) * block
+    step_s = statistics.median(times.slowest) / 1000
+    took_s = {name: 1.2 * steps * step_s for name, (_, steps) in parts.items()}
+    repeats = dict.fromkeys(parts, 0)
+    for repeat in range(arguments.repeats):
+        for name, (part, _) in parts.items():
+            if deadline.allows(took_s[name]):
+                began = time.monotonic()
+                keep(part(repeat))
+                took_s[name] = time.monotonic() - began
+                repeats[name] += 1
     if dist.get_rank() == 0:
         print(f"== {arguments.workload} batch {arguments.batch} {arguments.note}")
         print(summary(verdict, lines))
     dist.destroy_process_group()
+    if missing := [name for name, count in repeats.items() if not count]:
+        raise SystemExit(f"no time for {' and '.join(missing)}: allow more than --seconds {arguments.seconds:g}")
 
 
 if __name__ == "__main__":

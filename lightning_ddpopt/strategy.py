@@ -240,7 +240,14 @@ class DDPOptStrategy(DDPStrategy):
             )
         self._trainable = TrainableSet(self.lightning_module)
         if self._tuning.is_on:
+            loaded = self.plan.hook
             self.plan = self._tuning.begin(self.lightning_module, self._reduction_group, self.root_device)
+            if self._hook_state_to_load is not None and self.plan.hook != loaded:
+                say(
+                    log,
+                    f"the checkpoint's state of hook {loaded} is not used: tuning begins anew, with {self.plan.hook}",
+                )
+                self._hook_state_to_load = None
         self._hook = self._build_hook()
         trainer = self.lightning_module.trainer
         first_syncs = self.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1

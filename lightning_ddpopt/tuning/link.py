@@ -106,7 +106,7 @@ def measure_link(
 ) -> Link:
     """Measure all-reduces of fp32 sums. Collective: every rank of ``group`` must call it alike.
 
-    Payloads grow by factors of four. Each runs once to warm up and up to five times timed; of each run the time of the
+    Payloads grow by factors of four. Each runs to warm up, and up to five times timed; of each run the time of the
     rank that came last counts, since it did not wait. Payloads that the budget does not cover are extrapolated. On CPUs
     a run of small ones is several at once, and costs the mean: one at a time, most of it is the wait for a thread.
 
@@ -147,17 +147,16 @@ def measure_link(
     spent_ms = 0.0
     for payload in payloads:
         in_flight = IN_FLIGHT if device.type == "cpu" and payload <= IN_FLIGHT_BYTES else 1
-        repetitions = MOST_REPETITIONS
-        if points:
-            expected_ms = in_flight * points[-1][1] * payload / points[-1][0]
-            repetitions = min(MOST_REPETITIONS, int((1000 * budget_s - spent_ms) / expected_ms) - 1)
-            if repetitions < 1:
-                break
+        left_ms = 1000 * budget_s - spent_ms
+        if points and left_ms < 2 * in_flight * points[-1][1] * payload / points[-1][0]:
+            break
         buffer = whole[: max(1, payload // 4)].zero_()
-        _timed(buffer, in_flight, 1 if points else 3, group)
-        times_ms = _timed(buffer, in_flight, repetitions, group)
+        warm_ms = agree(_timed(buffer, in_flight, 1 if points or in_flight > 1 else 3, group), dist.ReduceOp.MAX)
+        spent_ms += in_flight * sum(warm_ms)
+        repetitions = int((1000 * budget_s - spent_ms) / (in_flight * max(warm_ms[-1], 1e-6)))
+        times_ms = _timed(buffer, in_flight, max(1, min(MOST_REPETITIONS, repetitions)), group)
         least = agree(times_ms, dist.ReduceOp.MIN)
-        spent_ms += in_flight * agree([sum(times_ms) * (1 + 1 / repetitions)], dist.ReduceOp.MAX)[0]
+        spent_ms += in_flight * sum(agree(times_ms, dist.ReduceOp.MAX))
         points.append((payload, max(statistics.median(least), 1e-6)))
     return Link.of(points)
 

@@ -105,10 +105,16 @@ def propose(
         best_list = min(lists, key=lambda one: one.predicted_ms, default=None)
         if best_list is not None and best_list.predicted_ms <= (1 - LIST_GAIN) * best_single.predicted_ms:
             chosen = [best_list, *chosen[: most - 1]]
-    few = [one for one in singles if 2 * len(one.buckets) <= len(chosen[0].buckets)] if chosen else []
-    if most > 1 and few and few[0] not in chosen and few[0].predicted_ms < default.predicted_ms:
-        chosen = [*chosen[: most - 1], few[0]]
+    if most > 1 and chosen and not any(_has_half(one, chosen[0]) for one in chosen):
+        others = chosen[: most - 1]
+        few = [one for one in singles if _has_half(one, chosen[0]) and not any(_are_alike(one, it) for it in others)]
+        if few and few[0].predicted_ms < default.predicted_ms:
+            chosen = [*others, few[0]]
     return chosen
+
+
+def _has_half(one: Proposal, other: Proposal) -> bool:
+    return 2 * len(one.buckets) <= len(other.buckets)
 
 
 def _are_alike(one: Proposal, other: Proposal) -> bool:
@@ -143,11 +149,12 @@ def _exact(timeline: Timeline, cuts: list[int]) -> Iterator[tuple[float, ...]]:
 def _best_cuts(
     timeline: Timeline, link: Link, interference: Interference, payload_factor: float, surcharge: float
 ) -> list[int]:
-    """Ends of the buckets, in bytes, with which the last reduction ends first; exact without surcharge.
+    """Ends of the buckets, in bytes, with which the last reduction ends first after backward; exact without surcharge.
 
     Dynamic programming over the ends of buckets: the reductions of the first i gradients end at best at ``f(i)``, the
-    least end, over j < i, of a reduction of the gradients j to i that starts at ``max(f(j), ready(i))``. Backward is
-    slowed by reductions, so that many small ones are dear; the surcharge, in parts of the smallest's cost, is for that.
+    least end, over j < i, of a reduction of the gradients j to i that starts at ``max(f(j), ready(i))``. That is
+    not yet the shortest step: backward is slowed by reductions, so that many small ones are dear; the surcharge, in
+    parts of the smallest's cost, is for that.
 
     """
     atoms = _atoms(timeline)

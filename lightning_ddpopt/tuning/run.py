@@ -1,12 +1,14 @@
 """Tuning in a Lightning run: whether, of what, and where its verdict goes."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddpopt import wrapping
-from lightning_ddpopt.machine.environment import device_name, exchange_variables, versions
+from lightning_ddpopt.machine.environment import device_name, exchange_variables, hardware, versions
 from lightning_ddpopt.messages import say
 from lightning_ddpopt.plan import CUSTOM_HOOK, HookSpec, Plan
 from lightning_ddpopt.tuning.cache import VerdictCache, default_folder
@@ -49,9 +51,7 @@ def reason_not_to_tune(
             " bucket_cap_mb, or plan with the file of an earlier verdict"
         )
     submodules = list(module.modules())
-    if module._compiler_ctx is not None or any(
-        hasattr(submodule, "_orig_mod") or submodule._compiled_call_impl is not None for submodule in submodules
-    ):
+    if module._compiler_ctx is not None or any(map(_is_compiled, submodules)):
         return (
             "the module is compiled, and keeps the graph splits of the capacity it was first wrapped with; give"
             " bucket_cap_mb"
@@ -66,17 +66,29 @@ def reason_not_to_tune(
     return None
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile`` of it, of one of its methods, or of a function that it holds."""
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return True
+    values = itertools.chain(vars(module).values(), *(vars(cls).values() for cls in type(module).__mro__))
+    return any(isinstance(one, FunctionType) and hasattr(one, "_torchdynamo_orig_callable") for one in values)
+
+
 def facts_of(
     module: LightningModule,
     default: Plan,
+    *,
+    tunes_capacity: bool,
     hooks: Sequence[HookSpec],
     options: TuningOptions | None,
+    ddp_arguments: Mapping[str, Any],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Any]:
-    """All that a verdict depends on: parameters, settings, machine and versions, as rank 0 of ``group`` sees them.
+    """What a verdict depends on: parameters, settings, kind of machine and versions, as rank 0 of ``group`` sees them.
 
-    Collective. Plain values, to be compared, and kept in JSON and checkpoints.
+    Not what is not known here: the size of batches, and the wire between machines. Collective. Plain values, to be
+    compared, and kept in JSON and checkpoints.
 
     """
     parameters = [
@@ -90,7 +102,9 @@ def facts_of(
     facts = {
         "parameters": hashlib.sha256(json.dumps(parameters).encode()).hexdigest(),
         "settings": default.to_dict(),
-        "hooks": [hook.name for hook in hooks],
+        "tunes_capacity": tunes_capacity,
+        "hooks": [str(hook) for hook in hooks],
+        "ddp_arguments": {name: one for name, one in ddp_arguments.items() if isinstance(one, bool | int | float)},
         "observes": options is not None and options.observe,
         "candidates": list(options.candidates or ()) if options is not None else [],
         "precision": str(module.trainer.precision),
@@ -99,6 +113,7 @@ def facts_of(
         "nodes": module.trainer.num_nodes,
         "backend": dist.get_backend(group),
         "device": device_name(device),
+        "hardware": hardware(),
         "peers": peers,
         "variables": dict(exchange_variables()),
         "versions": dict(versions()),
@@ -173,7 +188,8 @@ class AutoTuning:
 
         """
         self._retunings = 0
-        self._facts = facts_of(module, self._default, self._hooks, self._options, group, device)
+        self._verdict_step = None
+        self._facts = self._facts_of(module, group, device)
         if self._tuned_facts == self._facts and self.verdict is not None:
             return self.verdict.plan
         self.verdict = self._tuned_facts = None
@@ -186,7 +202,7 @@ class AutoTuning:
         self.verdict = self._tuned_facts = None
         self._retunings += 1
         if self._retunings <= MOST_RETUNINGS:
-            self._facts = facts_of(module, self._default, self._hooks, self._options, group, device)
+            self._facts = self._facts_of(module, group, device)
             self._start(module, group, device)
         else:
             self._say_once(f"not tuned again: requires_grad has changed {MOST_RETUNINGS + 1} times in this fit")
@@ -261,6 +277,18 @@ class AutoTuning:
             return None
         return self.verdict.plan
 
+    def _facts_of(self, module: LightningModule, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+        return facts_of(
+            module,
+            self._default,
+            tunes_capacity=self._tunes_capacity,
+            hooks=self._hooks,
+            options=self._options,
+            ddp_arguments=self._ddp_arguments,
+            group=group,
+            device=device,
+        )
+
     def _is_check_due(self, plan: Plan, step: int) -> bool:
         every = self._options.recheck_every_n_steps if self._options is not None else None
         if self._verdict_step is None:
@@ -293,7 +321,7 @@ class AutoTuning:
             self._say_once(f"not tuned: {reason}")
             return
         hooks = self._hooks_for(module)
-        if hooks:
+        if hooks and not options.observe:
             names = " and ".join(hook.name for hook in hooks)
             self._say_once(f"comm_hook='auto': after the capacities, trials of {names} train lossily for some steps")
         gradients = [p for _, p in wrapping.reduced_parameters(module) if p.requires_grad]

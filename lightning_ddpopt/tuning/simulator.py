@@ -129,7 +129,9 @@ def end_of_reduction(start_ms: float, cost_ms: float, backward_ms: float, interf
     return start_ms + beside_ms + cost_ms - beside_ms / work_per_ms
 
 
-LARGEST_SLOWDOWN = 8.0
+LARGEST_BACKWARD_SLOWDOWN, LARGEST_COMMUNICATION_SLOWDOWN = 4.0, 2.0
+EXPOSED_TOLERANCE = 0.1
+"""So much of the exposed time may differ from the simulated one by what the link was measured with."""
 
 
 def fit_interference(
@@ -141,11 +143,12 @@ def fit_interference(
     measured_exposed_ms: float,
     payload_factor: float = 1.0,
 ) -> Interference:
-    """The interference with which :func:`simulate` gives what was measured under ``buckets``.
+    """The interference with which :func:`simulate` comes nearest to what was measured under ``buckets``.
 
     Backward's length tells its slow-down, the exposed time that of the reductions; both grow with what they tell, so
-    that bisection finds them, in turn until they settle. Where no reduction waits for another one, the exposed time
-    tells nothing of their slow-down, and backward's alone is fitted.
+    that bisection finds them, in turn until they settle. Reductions are taken as slowed only where that explains an
+    exposed time that is longer than the link's by more than a tenth: where no reduction waits for another one, it tells
+    nothing of those before.
 
     Args:
         timeline: the step without communication.
@@ -163,16 +166,24 @@ def fit_interference(
     def backward_ms(backward: float, communication: float) -> float:
         return simulate(timeline, buckets, link, Interference(backward, communication), payload_factor).backward_ms
 
+    def backward_slowdown(communication: float) -> float:
+        simulated = partial(backward_ms, communication=communication)
+        return _bisect(simulated, measured_backward_ms, LARGEST_BACKWARD_SLOWDOWN)
+
     backward = communication = 0.0
     for _ in range(20):
-        communication = _bisect(partial(exposed_ms, backward=backward), measured_exposed_ms)
-        backward = _bisect(partial(backward_ms, communication=communication), measured_backward_ms)
-    return Interference(backward, communication)
+        simulated = partial(exposed_ms, backward=backward)
+        communication = _bisect(simulated, measured_exposed_ms, LARGEST_COMMUNICATION_SLOWDOWN)
+        backward = backward_slowdown(communication)
+    alone = backward_slowdown(0.0)
+    is_longer = measured_exposed_ms > (1 + EXPOSED_TOLERANCE) * exposed_ms(0.0, alone)
+    explains_it = exposed_ms(communication, backward) > (1 - EXPOSED_TOLERANCE) * measured_exposed_ms
+    return Interference(backward, communication) if is_longer and explains_it else Interference(alone, 0.0)
 
 
-def _bisect(function: Callable[[float], float], target: float) -> float:
+def _bisect(function: Callable[[float], float], target: float, largest: float) -> float:
     """The slow-down at which a growing function reaches ``target``; the nearest one allowed if it does not."""
-    low, high = 0.0, LARGEST_SLOWDOWN
+    low, high = 0.0, largest
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < target else (low, middle)

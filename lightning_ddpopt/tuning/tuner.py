@@ -27,10 +27,12 @@ SMALLEST_BYTES = 256 * 1024
 """Gradients below it are not tuned: every layout is bound by the latency of one or two reductions."""
 LINK_SECONDS, LINK_FRACTION, LINK_LEAST_SECONDS = 2.0, 0.05, 0.1
 """Measuring the link may take this long: 2 s, 5 % of what the steps of tuning take, but at least 0.1 s."""
-SIGMAS, LEAST_GAIN = 2.0, 0.005
-"""A plan beats the default if its median is lower by 2 standard errors of the difference, and by 0.5 %."""
-OUT_SIGMAS, OUT_GAIN = 2.5, 0.01
-"""A plan is tried no longer if the best one beats it by so much."""
+SIGMAS, LEAST_GAIN = 2.5, 0.005
+"""A plan beats the default if its median is lower by 2.5 standard errors of the difference, and by 0.5 %.
+
+The best of several is compared: of runs in which all plans are equal, one in twenty still finds a winner."""
+OUT_GAIN = 0.01
+"""A plan is tried no longer if the best one beats it so, and by 1 %."""
 SURE_SIGMAS = 5.0
 """Trials end before their time if the best one beats the default by so much."""
 
@@ -350,7 +352,7 @@ class Tuner:
 
     def _is_out(self, plan: Plan, alive: Sequence[Plan]) -> bool:
         best = min(alive, key=lambda other: statistics.median(self._samples[other]))
-        return self._beats(best, plan, sigmas=OUT_SIGMAS, least_gain=OUT_GAIN)
+        return self._beats(best, plan, least_gain=OUT_GAIN)
 
     def _beats(self, plan: Plan, other: Plan, *, sigmas: float = SIGMAS, least_gain: float = LEAST_GAIN) -> bool:
         """Whether ``plan`` is faster than ``other`` beyond noise."""

@@ -1,5 +1,6 @@
 """Tuning while training: the same parameters as stock DDP, on all ranks one verdict, whatever happens on the way."""
 
+import functools
 import gc
 import json
 import random
@@ -331,9 +332,21 @@ class Compiled(Wide):
         self.net[3].compile(backend="eager")
 
 
-def tune_compiled() -> dict[str, Any]:
+class CompiledMethod(Wide):
+    @torch.compile(backend="eager")
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class CompiledFunction(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = torch.compile(torch.nn.functional.cross_entropy, backend="eager")
+
+
+def tune_compiled(make_module: Any = Compiled) -> dict[str, Any]:
     messages = Messages()
-    result = train({}, steps=10, make_module=Compiled)
+    result = train({}, steps=10, make_module=make_module)
     messages.close()
     return result | {"said": messages.texts}
 
@@ -349,6 +362,8 @@ def tune_with_a_callable() -> dict[str, Any]:
     [
         (tune_deterministically, "deterministic=...) asks for runs that repeat"),
         (tune_compiled, "the module is compiled"),
+        (functools.partial(tune_compiled, CompiledMethod), "the module is compiled"),
+        (functools.partial(tune_compiled, CompiledFunction), "the module is compiled"),
         (tune_with_a_callable, "a callable hook may keep state for each bucket"),
     ],
 )

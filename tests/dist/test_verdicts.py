@@ -14,9 +14,9 @@ from ranks import Ranks
 from scenarios import Messages, Wide, assert_ranks_equal, data, state_of, train, trainer
 from tuning_runs import NO_CACHE, assert_same_parameters, stock, tune
 
-from lightning_ddpopt import DDPOptStrategy, Plan
+from lightning_ddpopt import DDPOptStrategy, HookSpec, Plan
 from lightning_ddpopt.tuning import run as run_module
-from lightning_ddpopt.tuning.verdict import Verdict
+from lightning_ddpopt.tuning.verdict import Trial, Verdict
 
 __all__ = ["stock"]  # a fixture
 
@@ -110,7 +110,7 @@ def resume_elsewhere(checkpoint: str, device: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:  # whose machine counts
             patch.setattr(run_module, "device_name", lambda _: device)
-        return resume(checkpoint, 120)
+        return resume(checkpoint, 70 + 70)
 
 
 def test_the_verdict_of_another_machine_is_not_taken_over(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -122,7 +122,42 @@ def test_the_verdict_of_another_machine_is_not_taken_over(two_ranks: Ranks, tmp_
     ] * 2
     results = two_ranks(resume_elsewhere, str(tmp_path / "step=70.ckpt"), "another one")
     assert_ranks_equal(results)
-    assert results[0]["verdict"] == results[1]["verdict"] != verdict
+    assert results[0]["verdict"] == results[1]["verdict"] is not None
+    assert results[0]["verdict"] != verdict
+
+
+def save_with_powersgd(checkpoint: str) -> None:
+    """A checkpoint as `comm_hook="auto"` leaves it where PowerSGD won, on another machine."""
+    hook = HookSpec("powersgd", {"start_powerSGD_iter": 0})
+    strategy = DDPOptStrategy(plan=Plan(hook=hook))
+    fitter = trainer(strategy, max_steps=5)
+    fitter.fit(Wide(), data())
+    fitter.save_checkpoint(checkpoint)
+    if dist.get_rank() == 0:
+        saved = torch.load(checkpoint, weights_only=True)
+        trial = Trial(Plan(hook=hook), (1,), (1.0,))
+        verdict = Verdict(Plan(hook=hook), Plan(), reason="it is the fastest", trials=(trial,))
+        saved["ddpopt"] |= {"verdict": verdict.to_dict(), "tuned": {"device": "another one"}}
+        assert saved["ddpopt"]["hook_state"]["residuals"]
+        torch.save(saved, checkpoint)
+    dist.barrier()
+
+
+def resume_with_auto_hook(checkpoint: str) -> dict[str, Any]:
+    messages = Messages()
+    strategy, module = DDPOptStrategy(comm_hook="auto", allow="low_rank", **NO_CACHE), Wide()
+    fitter = trainer(strategy, max_steps=12)
+    fitter.fit(module, data(), ckpt_path=checkpoint)
+    messages.close()
+    return {"state": state_of(module), "said": messages.texts}
+
+
+def test_state_of_a_hook_that_is_not_taken_over_is_not_kept_for_a_trial(two_ranks: Ranks, tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "a.ckpt")
+    two_ranks(save_with_powersgd, checkpoint)
+    results = two_ranks(resume_with_auto_hook, checkpoint)
+    assert_ranks_equal(results)
+    assert any("is not used: tuning begins anew" in text for text in results[0]["said"])
 
 
 def resume_with_checks(checkpoint: str, steps: int) -> list[str]:

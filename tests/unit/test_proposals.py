@@ -33,6 +33,8 @@ def test_proposals_are_unlike_each_other_and_the_default(line: Timeline, most: i
     assert 1 <= len(proposals) <= most
     assert len(set(layouts)) == len(layouts)
     assert buckets_of(line.gradients, None) not in layouts
+    singles = [proposal for proposal in proposals if not isinstance(proposal.bucket_cap_mb, tuple)]
+    assert not any(_are_alike(one, other) for one, other in itertools.combinations(singles, 2))
     for proposal in proposals:
         assert buckets_of(line.gradients, proposal.bucket_cap_mb) == proposal.buckets
         again = simulate(line, proposal.buckets, link, Interference(0.2, 0.1))
