@@ -77,6 +77,17 @@ class World:
 CASE = TuningCase(Plan(), LINE.total_bytes, stock=Plan.stock())
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.05])
+def test_of_plans_that_are_equal_another_one_wins_in_one_run_of_twenty(noise: float) -> None:
+    """That is what noise of the best of several gives with 2.5 standard errors."""
+    switches = 0
+    for seed in range(300):
+        world = World(noise, lambda plan, ms: 200.0)
+        world.random = random.Random(seed)
+        switches += world.tune(CASE).plan != CASE.default
+    assert 0.02 < switches / 300 < 0.08
+
+
 def test_the_fastest_plan_is_found_within_the_budget() -> None:
     world = World()
     verdict = world.tune(CASE)
